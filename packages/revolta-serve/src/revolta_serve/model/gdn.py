@@ -1,0 +1,59 @@
+"""Gated DeltaNet layer: short convolution, gated delta rule, gated norm."""
+
+from collections.abc import Mapping
+
+from sm70kernels import gated_rms_norm, gdn_conv, gdn_prefill, gdn_step
+from torch import Tensor
+
+from revolta_serve.model.batch import Batch
+from revolta_serve.model.linear import project
+from revolta_serve.model.model_config import ModelConfig
+from revolta_serve.model.pools import Pools
+from revolta_serve.parallel.groups import Groups
+
+
+class GatedDeltaNet:
+    """Heads of this rank only. HV value heads of V, HK key heads of K; C = 2·HK·K + HV·V convolved channels (q | k | v)."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], layer: int, groups: Groups) -> None:
+        prefix = f"layers.{layer}.gdn"
+        self.in_proj = weights[f"{prefix}.in_proj"]
+        self.conv = weights[f"{prefix}.conv"]
+        self.a_log = weights[f"{prefix}.A_log"]
+        self.dt_bias = weights[f"{prefix}.dt_bias"]
+        self.norm = weights[f"{prefix}.norm"]
+        self.out_proj = weights[f"{prefix}.out_proj"]
+        self.group = groups.tensor
+        self.index = config.layer_types[:layer].count("gdn")
+        self.gate, self.eps = config.output_gate, config.eps
+        self.heads, self.value_dim = self.a_log.shape[0], config.gdn_value_dim
+        self.channels = self.conv.shape[0]
+
+    def __call__(self, x: Tensor, batch: Batch, pools: Pools) -> Tensor:
+        """x act[M, E] -> act[M, E]; advances the convolution window and the state of every sequence of the batch."""
+        heads, channels = self.heads, self.channels
+        values = heads * self.value_dim
+        p = project(x, self.in_proj, batch.kind)
+        qkv, z = p[:, :channels], p[:, channels : channels + values]
+        b, a = p[:, channels + values : channels + values + heads], p[:, channels + values + heads :]
+        y = gdn_conv(
+            qkv, self.conv, pools.conv[self.index], batch.slot, batch.start, batch.rows, batch.fresh, batch.kind, batch.write
+        )
+        state = pools.gdn[self.index]
+        if batch.kind == "decode":
+            shape = (-1, batch.width)
+            o = gdn_step(
+                y.view(*shape, channels),
+                a.unflatten(0, shape),
+                b.unflatten(0, shape),
+                self.a_log,
+                self.dt_bias,
+                state,
+                batch.slot,
+                batch.rows,
+                batch.write,
+            ).flatten(0, 1)
+        else:
+            o = gdn_prefill(y, a, b, self.a_log, self.dt_bias, state, batch.slot, batch.start, batch.rows, batch.fresh)
+        o = gated_rms_norm(o, z.unflatten(1, (heads, self.value_dim)), self.norm, self.eps, self.gate)
+        return self.group.sum(project(o.flatten(1), self.out_proj, batch.kind))

@@ -1,0 +1,135 @@
+"""One rank: its weights, its pools, and a step from plan to result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from sm70kernels import rows as row_tiles
+from torch import Tensor
+
+from revolta_serve.cache.capacity import capacity
+from revolta_serve.cache.layout import BLOCK
+from revolta_serve.config import ServeConfig
+from revolta_serve.model.flash_next import FlashNext
+from revolta_serve.model.model_config import ModelConfig
+from revolta_serve.model.pools import Pools, allocate
+from revolta_serve.model.rope import Rotary
+from revolta_serve.parallel.groups import create_groups
+from revolta_serve.runner.batch import BatchBuilder, Rows
+from revolta_serve.runner.sampler import Sampler
+from revolta_serve.types import Slice, SliceResult, StartupReport, StepPlan, StepResult
+from revolta_serve.weights.checkpoint import Progress, fingerprint, load_weights
+
+LogitsTap = Callable[[Slice, Tensor], None]
+"""Receives a slice and the float32 logits [rows, V] it is judged by, before sampling changes them."""
+
+
+class Runner:
+    """Executes step plans. Holds no policy: what runs, where it is stored and when it is freed comes with the plan."""
+
+    def __init__(self, model: FlashNext, pools: Pools, builder: BatchBuilder, report: StartupReport) -> None:
+        self.model, self.pools, self.builder, self.report = model, pools, builder, report
+        self.sampler = Sampler()
+        self.tap: LogitsTap | None = None
+
+    @classmethod
+    def load(cls, config: ServeConfig, rank: int, progress: Progress | None = None) -> Runner:
+        """Join the groups, load this rank's weights, allocate its pools.
+
+        `config` must be resolved. Raises CheckpointError for a checkpoint that is not what its config says, ConfigError for sizes
+        that do not fit it, rows.RowDependenceError for a shape no product computes row by row.
+        """
+        begin = time.perf_counter()
+        torch.set_num_threads(config.parallel.threads)
+        model_config = ModelConfig.load(config.model.path)
+        groups = create_groups(rank, config.parallel.tensor, config.parallel.decode_context, config.parallel.rendezvous or None)
+        dtype = torch.float16 if config.model.dtype == "float16" else torch.float32
+        size = groups.tensor.size
+        weights = load_weights(model_config, Path(config.model.path), groups.tensor.rank, size, dtype, progress)
+        probe_products(list(weights.values()))
+        planned = capacity(config, model_config)
+        pools = allocate(
+            model_config, blocks=planned.num_blocks, slots=planned.num_slots, tensor=size, context=groups.context.size, dtype=dtype
+        )
+        rotary = Rotary(model_config, dtype)
+        longest = -(-config.schedule.max_model_len // BLOCK)
+        builder = BatchBuilder(model_config, rotary, groups.context, config.schedule.max_num_seqs, longest)
+        report = StartupReport(
+            rank=rank,
+            weight_bytes=sum(t.numel() * t.element_size() for t in weights.values()),
+            kv_bytes=pools.kv_bytes,
+            state_bytes=pools.state_bytes,
+            num_blocks=planned.num_blocks,
+            num_slots=planned.num_slots,
+            load_seconds=time.perf_counter() - begin,
+            fingerprint=fingerprint(Path(config.model.path)),
+        )
+        return cls(FlashNext(model_config, weights, groups), pools, builder, report)
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run the slices of a plan, decode rows first, and sample where a slice reaches the end of what is known."""
+        begin = time.perf_counter()
+        for request in plan.forget:
+            self.builder.forget(request)
+            self.sampler.forget(request)
+        for piece in plan.slices:
+            self.builder.admit(piece)
+            self.sampler.admit(piece)
+        decode = [piece for piece in plan.slices if piece.kind == "decode"]
+        prefill = [piece for piece in plan.slices if piece.kind == "prefill"]
+        results = (self._decode(decode) if decode else []) + (self._prefill(prefill) if prefill else [])
+        return StepResult(
+            step=plan.step,
+            slices=tuple(results),
+            decode_rows=sum(1 + len(piece.drafts) for piece in decode),
+            prefill_rows=sum(len(piece.tokens) for piece in prefill),
+            seconds=time.perf_counter() - begin,
+        )
+
+    def _decode(self, slices: Sequence[Slice]) -> list[SliceResult]:
+        batch, rows = self.builder.decode(slices)
+        hidden = self.model.forward(batch, self.pools).mixed
+        logits = self.model.logits(hidden).view(rows.sequences, batch.width, -1)[: len(slices)]
+        return self._sample(logits, slices)
+
+    def _prefill(self, slices: Sequence[Slice]) -> list[SliceResult]:
+        batch, rows = self.builder.prefill(slices)
+        hidden = self.model.forward(batch, self.pools).mixed
+        ends = [n for n, piece in enumerate(slices) if piece.sample]
+        results = [SliceResult(piece.request) for piece in slices]
+        if ends:
+            logits = self.model.logits(hidden[self._last_rows(rows, ends)]).unsqueeze(1)
+            for n, result in zip(ends, self._sample(logits, [slices[n] for n in ends]), strict=True):
+                results[n] = result
+        return results
+
+    @staticmethod
+    def _last_rows(rows: Rows, which: Sequence[int]) -> Tensor:
+        """i64[len(which)] the last valid row of each of these slices."""
+        return torch.tensor([rows.first[n] + rows.counts[n] - 1 for n in which])
+
+    def _sample(self, logits: Tensor, slices: Sequence[Slice]) -> list[SliceResult]:
+        """Tokens of each slice from logits f32[N, T, V]. A row that is not finite fails its own request only."""
+        if self.tap is not None:
+            for piece, judged in zip(slices, logits, strict=True):
+                self.tap(piece, judged[: 1 + len(piece.drafts)].clone())
+        finite = torch.isfinite(logits).flatten(1).all(1).tolist()
+        tokens = self.sampler(logits, slices)
+        return [
+            SliceResult(piece.request, drawn if ok else (), corrupt=not ok) for piece, drawn, ok in zip(slices, tokens, finite, strict=True)
+        ]
+
+
+def probe_products(model_weights: Sequence[Tensor]) -> int:
+    """Choose a row-independent product for every matrix of the model, both tiles; returns how many shapes were probed.
+
+    Raises rows.RowDependenceError naming a shape for which none exists: better at start-up than in the middle of an answer.
+    """
+    shapes = {(tile, *weight.shape[-2:]) for weight in model_weights if weight.dim() >= 2 for tile in row_tiles.TILE.values()}
+    for tile, n, k in sorted(shapes):
+        row_tiles.product(tile, n, k)
+    return len(shapes)

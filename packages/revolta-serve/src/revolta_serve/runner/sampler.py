@@ -1,0 +1,54 @@
+"""From logits to tokens: per-request sampling parameters, applied row by row with noise that belongs to the token."""
+
+from collections.abc import Sequence
+
+import torch
+from sm70kernels import process_logits, sample_verify
+from torch import Tensor
+
+from revolta_serve.types import SamplingParams, Slice
+
+
+class Sampler:
+    """Remembers each request's parameters from its first slice on."""
+
+    def __init__(self) -> None:
+        self.params: dict[int, SamplingParams] = {}
+
+    def admit(self, piece: Slice) -> None:
+        """Take note of the parameters a slice brings on first sight of its request."""
+        if piece.sampling is not None:
+            self.params[piece.request] = piece.sampling
+
+    def forget(self, request: int) -> None:
+        """Drop a request; one that never sampled here is ignored."""
+        self.params.pop(request, None)
+
+    def __call__(self, logits: Tensor, slices: Sequence[Slice]) -> list[tuple[int, ...]]:
+        """Draw the tokens of each slice.
+
+        logits f32[N, T, V]: row (n, t) judges the slice's draft t and, past the last accepted draft, gives the next token. Rows beyond
+        a slice's drafts are padding. Modified in place. Returns 1 + accepted tokens per slice.
+        """
+        n, width, vocab = logits.shape
+        params = [self.params[piece.request] for piece in slices]
+        temperature = torch.tensor([p.temperature for p in params])
+        if any(p.temperature > 0 for p in params):
+            per_row = [
+                torch.tensor([getattr(p, name) for p in params], dtype=dtype).repeat_interleave(width)
+                for name, dtype in (("temperature", torch.float32), ("top_k", torch.int32), ("top_p", torch.float32), ("min_p", torch.float32))
+            ]
+            process_logits(logits.view(n * width, vocab), *per_row)
+        draft = torch.full((n, width), -1, dtype=torch.int32)
+        for i, piece in enumerate(slices):
+            if piece.drafts:
+                draft[i, : len(piece.drafts)] = torch.tensor(piece.drafts, dtype=torch.int32)
+        tokens, count = sample_verify(
+            logits,
+            torch.tensor([p.seed for p in params], dtype=torch.int64),
+            torch.tensor([piece.start + len(piece.tokens) for piece in slices], dtype=torch.int32),
+            temperature,
+            draft,
+            torch.tensor([1 + len(piece.drafts) for piece in slices], dtype=torch.int32),
+        )
+        return [tuple(row[:k]) for row, k in zip(tokens.tolist(), count.tolist(), strict=True)]
