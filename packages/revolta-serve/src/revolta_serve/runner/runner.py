@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from sm70kernels import rows as row_tiles
@@ -21,7 +20,9 @@ from revolta_serve.parallel.groups import create_groups
 from revolta_serve.runner.batch import BatchBuilder, Rows
 from revolta_serve.runner.sampler import Sampler
 from revolta_serve.types import Slice, SliceResult, StartupReport, StepPlan, StepResult
-from revolta_serve.weights.checkpoint import Progress, fingerprint, load_weights
+from revolta_serve.weights.checkpoint import Progress
+from revolta_serve.weights.checkpoint import load as load_weights
+from revolta_serve.weights.index import CheckpointIndex
 
 LogitsTap = Callable[[Slice, Tensor], None]
 """Receives a slice and the float32 logits [rows, V] it is judged by, before sampling changes them."""
@@ -48,8 +49,8 @@ class Runner:
         groups = create_groups(rank, config.parallel.tensor, config.parallel.decode_context, config.parallel.rendezvous or None)
         dtype = torch.float16 if config.model.dtype == "float16" else torch.float32
         size = groups.tensor.size
-        weights = load_weights(model_config, Path(config.model.path), groups.tensor.rank, size, dtype, progress)
-        probe_products(list(weights.values()))
+        weights = load_weights(model_config, config.model.path, groups.tensor.rank, size, dtype, progress=progress)
+        probe_products(weights)
         planned = capacity(config, model_config)
         pools = allocate(
             model_config, blocks=planned.num_blocks, slots=planned.num_slots, tensor=size, context=groups.context.size, dtype=dtype
@@ -65,7 +66,7 @@ class Runner:
             num_blocks=planned.num_blocks,
             num_slots=planned.num_slots,
             load_seconds=time.perf_counter() - begin,
-            fingerprint=fingerprint(Path(config.model.path)),
+            fingerprint=CheckpointIndex.open(config.model.path).fingerprint(),
         )
         return cls(FlashNext(model_config, weights, groups), pools, builder, report)
 
@@ -124,12 +125,17 @@ class Runner:
         ]
 
 
-def probe_products(model_weights: Sequence[Tensor]) -> int:
-    """Choose a row-independent product for every matrix of the model, both tiles; returns how many shapes were probed.
+MATRICES = ("in_proj", "out_proj", "w_in", "w_up", "router", "shared13", "shared2", "shared_gate", "w13", "w2", "key", "value", "lm_head")
+"""Last name component of the parameters that rows are multiplied by."""
+
+
+def probe_products(weights: Mapping[str, Tensor]) -> int:
+    """Choose a row-independent product for every matrix of the model, in both tiles; returns how many shapes were probed.
 
     Raises rows.RowDependenceError naming a shape for which none exists: better at start-up than in the middle of an answer.
     """
-    shapes = {(tile, *weight.shape[-2:]) for weight in model_weights if weight.dim() >= 2 for tile in row_tiles.TILE.values()}
+    matrices = [weight for name, weight in weights.items() if name.rsplit(".", 1)[-1] in MATRICES]
+    shapes = {(tile, *weight.shape[-2:]) for weight in matrices for tile in row_tiles.TILE.values()}
     for tile, n, k in sorted(shapes):
         row_tiles.product(tile, n, k)
     return len(shapes)

@@ -1,0 +1,79 @@
+"""The locks agree with each other and with what the packages declare, so that `pip check` has nothing to find."""
+
+import tomllib
+from pathlib import Path
+
+import check_python
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENTS = ("cpu-py311", "v100-py312")
+OURS = {"sm70kernels", "revolta-serve"}
+
+
+def pins(name: str) -> dict[str, str]:
+    """Return the pins of a lock, by canonical name."""
+    lines = (ROOT / "requirements" / f"{name}.lock").read_text().split()
+    return dict(line.split("==") for line in lines)
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_serving_installs_a_subset_of_the_full_lock(environment: str) -> None:
+    assert pins(f"{environment}-serve").items() <= pins(environment).items()
+
+
+@pytest.mark.parametrize("name", [*ENVIRONMENTS, *(f"{environment}-serve" for environment in ENVIRONMENTS)])
+def test_a_lock_is_sorted_canonical_and_exact(name: str) -> None:
+    lines = (ROOT / "requirements" / f"{name}.lock").read_text().splitlines()
+    names = [line.partition("==")[0] for line in lines]
+    assert names == sorted(canonicalize_name(entry) for entry in names)
+    assert len(set(names)) == len(names)
+    assert all("+" not in line and line.count("==") == 1 for line in lines), "no local versions: they exist on one machine only"
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@pytest.mark.parametrize("package", sorted(OURS))
+def test_the_locks_satisfy_what_the_packages_declare(environment: str, package: str) -> None:
+    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    wanted = [(text, f"{environment}-serve") for text in project["dependencies"]]
+    for texts in project.get("optional-dependencies", {}).values():
+        wanted += [(text, environment) for text in texts]
+    for text, lock in wanted:
+        requirement = Requirement(text)
+        name = canonicalize_name(requirement.name)
+        if name in OURS:
+            continue
+        assert name in pins(lock), f"{package} declares {text}, which {lock}.lock does not pin"
+        assert requirement.specifier.contains(pins(lock)[name]), f"{package} declares {text}, {lock}.lock pins {pins(lock)[name]}"
+
+
+@pytest.mark.parametrize(("source", "environment"), [("cpu.in", "cpu-py311"), ("v100.in", "v100-py312")])
+def test_a_lock_satisfies_the_ranges_it_was_made_from(source: str, environment: str) -> None:
+    locked = pins(environment)
+    for line in (ROOT / "requirements" / source).read_text().splitlines():
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), line
+
+
+def test_serving_needs_no_test_or_kernel_tools() -> None:
+    assert not pins("cpu-py311-serve").keys() & {"transformers", "triton", "cupy-cuda12x", "nvidia-cuda-nvrtc-cu12", "pytest", "xgrammar"}
+
+
+@pytest.mark.parametrize(
+    ("env", "version", "ensurepip", "lock", "says"),
+    [
+        ("cpu-py311", (3, 11), True, True, None),
+        ("cpu-py311", (3, 13), True, True, None),
+        ("cpu-py311", (3, 9), True, True, "PYTHON is Python 3.9, cpu-py311 needs 3.11 or newer"),
+        ("v100-py312", (3, 11), True, True, "v100-py312 needs 3.12 or newer"),
+        ("cpu-py311", (3, 11), False, True, "apt-get install python3-venv (or python3.11-venv)"),
+        ("cpu", (3, 11), True, False, "there is no requirements/cpu.lock"),
+    ],
+)
+def test_a_machine_that_cannot_be_set_up_is_told_why(
+    env: str, version: tuple[int, int], ensurepip: bool, lock: bool, says: str | None
+) -> None:
+    found = check_python.problem(env, version, ensurepip, lock)
+    assert found is None if says is None else says in (found or "")

@@ -1,0 +1,283 @@
+"""The api process's side of the engine: starts it, passes requests, hands out their tokens, and knows when it is gone."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from subprocess import Popen
+from typing import Any, Literal
+
+import zmq
+import zmq.asyncio
+
+from revolta_serve.config import ServeConfig
+from revolta_serve.engine.channel import Sender, decoder, receiver
+from revolta_serve.engine.messages import (
+    Abort,
+    Admitted,
+    Command,
+    Drain,
+    Event,
+    Failed,
+    Heartbeat,
+    LaunchSpec,
+    Outputs,
+    Ready,
+    Refused,
+    Submit,
+)
+from revolta_serve.engine.supervise import describe_exit, spawn
+from revolta_serve.errors import EngineUnavailableError, RequestError
+from revolta_serve.types import EngineStatus, GenerateRequest, Output, StartupReport
+
+log = logging.getLogger(__name__)
+
+Phase = Literal["starting", "ready", "draining", "dead"]
+
+COMMAND = (sys.executable, "-P", "-m", "revolta_serve.engine.process")
+"""-P: a file in the user's directory must not take the place of a module."""
+
+LAST_EVENTS_SECONDS = 0.2
+"""After the engine's end: silence for this long means that nothing it sent is still on its way."""
+
+CHECK_SECONDS = 0.25
+
+
+class Stream:
+    """The outputs of one request, an async iterator that ends after the output with `finish`."""
+
+    def __init__(self, client: "EngineClient", id: str) -> None:
+        self.id = id
+        self._client = client
+        self._queue: asyncio.Queue[Output] = asyncio.Queue()
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self
+
+    async def __anext__(self) -> Output:
+        if self._ended:
+            raise StopAsyncIteration
+        output = await self._queue.get()
+        self._ended = output.finish is not None
+        return output
+
+    async def aclose(self) -> None:
+        """Abort the request unless it has ended."""
+        if not self._ended:
+            self._ended = True
+            self._client.abort(self.id)
+
+    def put(self, output: Output) -> None:
+        """Called by the client as outputs arrive."""
+        self._queue.put_nowait(output)
+
+
+class EngineClient:
+    """Use from one event loop, in a thread that lives as long as the engine: await start(), ready(), requests, then close()."""
+
+    def __init__(self, config: ServeConfig, command: Sequence[str] = COMMAND) -> None:
+        """config must be resolved. command starts the engine process; another one than the default is for tests."""
+        self.config, self._command = config, tuple(command)
+        self.max_model_len = config.schedule.max_model_len
+        self.phase: Phase = "starting"
+        self.reason = ""
+        """Why the engine is dead."""
+        self.exit_code: int | None = None
+        self.reports: tuple[StartupReport, ...] = ()
+        self._status = EngineStatus()
+        self._streams: dict[str, Stream] = {}
+        self._admissions: dict[str, asyncio.Future[None]] = {}
+        self._child: Popen[bytes] | None = None
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._folder = ""
+        self._last_beat = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine, 0 before it is started."""
+        return self._child.pid if self._child else 0
+
+    async def start(self) -> None:
+        """Start the engine process and return at once."""
+        self._loop = asyncio.get_running_loop()
+        self._ready, self._closed = self._loop.create_future(), asyncio.Event()
+        self._folder = tempfile.mkdtemp(prefix="revolta-")
+        parallel = self.config.parallel
+        if parallel.tensor > 1 and not parallel.rendezvous:
+            parallel = replace(parallel, rendezvous=os.path.join(self._folder, "rendezvous"))
+        config = replace(self.config, parallel=parallel, api=replace(self.config.api, keys=()))
+        self._in = zmq.asyncio.Socket.from_socket(receiver(self._context, os.path.join(self._folder, "up0")))
+        self._out = Sender(self._context, os.path.join(self._folder, "down0"))
+        self._child = spawn(LaunchSpec(config=config, rank=0, parent=os.getpid(), folder=self._folder, command=self._command))
+        self._last_beat = time.monotonic()
+        self._pidfd = os.pidfd_open(self._child.pid)
+        exited = self._loop.create_future()
+        self._loop.add_reader(self._pidfd, _settle, exited)
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._check_life())]
+        self._end = asyncio.create_task(self._wait_for_end(exited))
+
+    async def ready(self) -> tuple[StartupReport, ...]:
+        """Wait until requests may come. Raises EngineUnavailableError with the reason if the engine ends first."""
+        return await asyncio.shield(self._ready)
+
+    async def submit(self, request: GenerateRequest) -> Stream:
+        """Queue a request; returns when the engine has admitted it to its queue.
+
+        Raises RequestError (malformed, too long, queue full) or EngineUnavailableError (starting, draining, dead).
+        """
+        if self.phase != "ready":
+            raise EngineUnavailableError(self._unavailable())
+        if request.id in self._streams:
+            raise RequestError(f"request id {request.id!r} is already in use; choose another")
+        stream = self._streams[request.id] = Stream(self, request.id)
+        admission = self._admissions[request.id] = self._loop.create_future()
+        self._send(Submit(request))
+        try:
+            await admission
+        except asyncio.CancelledError:
+            self.abort(request.id)
+            raise
+        return stream
+
+    def abort(self, id: str) -> None:
+        """End a request; its stream's last output says so. Nothing happens if it has already ended."""
+        if id in self._streams and self.phase != "dead":
+            self._send(Abort(id))
+
+    def status(self) -> EngineStatus:
+        """The engine's counts, at most one heartbeat old."""
+        return self._status
+
+    async def closed(self) -> int:
+        """Wait for the end of the engine process and return its exit code, negative for a signal."""
+        await self._closed.wait()
+        assert self.exit_code is not None
+        return self.exit_code
+
+    async def drain(self, seconds: float) -> int:
+        """Refuse new requests, give running ones `seconds`, abort the rest, end the engine; returns its exit code."""
+        if self.phase != "ready":
+            return await self.close() if self.phase == "starting" else await self.closed()
+        self.phase = "draining"
+        self._send(Drain(seconds))
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self.closed(), seconds + self.config.engine.heartbeat_timeout)
+        log.warning("the engine does not end after a drain and is killed")
+        return await self.close()
+
+    async def close(self) -> int:
+        """End the engine now, if it has not ended, and return its exit code."""
+        if self._child is not None and self.exit_code is None:
+            self._child.kill()
+        return await self.closed()
+
+    def _send(self, command: Command) -> None:
+        self._out.send(command)
+
+    def _unavailable(self) -> str:
+        if self.phase == "starting":
+            return "the model is still loading; try again later"
+        return "the server is shutting down" if self.phase == "draining" else f"the engine is dead: {self.reason}"
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                self._handle(decoder(Event).decode(await self._in.recv()))
+        except Exception as error:  # never silence: without a reader every request would hang
+            log.exception("an event of the engine cannot be handled; the engine is killed")
+            self.reason = f"{type(error).__name__}: {error}"
+            assert self._child is not None
+            self._child.kill()
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Outputs):
+            for output in event.outputs:
+                stream = self._streams.get(output.id) if output.finish is None else self._streams.pop(output.id, None)
+                if stream is not None:
+                    stream.put(output)
+        elif isinstance(event, Admitted | Refused):
+            admission = self._admissions.pop(event.id)
+            if isinstance(event, Refused):
+                del self._streams[event.id]
+            if admission.done():
+                return  # its caller has gone; the abort is on its way
+            if isinstance(event, Refused):
+                admission.set_exception(event.exception())
+            else:
+                admission.set_result(None)
+        elif isinstance(event, Heartbeat):
+            self._status, self._last_beat = event.status, time.monotonic()
+        elif isinstance(event, Ready):
+            self.reports, self.phase, self._last_beat = event.reports, "ready", time.monotonic()
+            # Once all sockets are connected their files are not needed: nothing is left behind, however this process may end.
+            self._out.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._ready.set_result(event.reports)
+        elif isinstance(event, Failed):
+            self.reason = event.message
+
+    async def _check_life(self) -> None:
+        """Kill an engine that has not started in time or gives no sign of life; its end is then noticed like any other."""
+        limits = self.config.engine
+        checked = time.monotonic()
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            now = time.monotonic()
+            late, checked = now - checked > 4 * CHECK_SECONDS, now
+            if late:
+                continue  # it was this process that stood still; signs of life may be waiting unread
+            allowed = limits.start_timeout if self.phase == "starting" else limits.heartbeat_timeout
+            if now - self._last_beat > allowed:
+                self.reason = f"no sign of life for {allowed:g} s while {self.phase}"
+                log.error("the engine gave %s and is killed", self.reason)
+                assert self._child is not None
+                self._child.kill()
+                return
+
+    async def _wait_for_end(self, exited: "asyncio.Future[None]") -> None:
+        """When the process is gone: read what it still sent, end every open request with an error, then tell everyone who waits."""
+        await exited
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        assert self._child is not None
+        self.exit_code = self._child.wait()
+        if self._child.stdin is not None:
+            self._child.stdin.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while await self._in.poll(round(LAST_EVENTS_SECONDS * 1000)):
+            self._handle(decoder(Event).decode(await self._in.recv()))
+        expected = self.phase == "draining" and self.exit_code == 0
+        self.phase = "dead"
+        self.reason = self.reason or ("it was shut down" if expected else f"the engine process ended with {describe_exit(self.exit_code)}")
+        self._fail_everything()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._closed.set()
+
+    def _fail_everything(self) -> None:
+        error = EngineUnavailableError(f"the engine is dead: {self.reason}")
+        for admission in self._admissions.values():
+            if not admission.done():
+                admission.set_exception(error)
+        for stream in self._streams.values():
+            stream.put(Output(id=stream.id, finish="error", error=error.message))
+        self._admissions.clear()
+        self._streams.clear()
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # whoever waits gets it; nobody need wait
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,93 @@
+"""What passes between the api process and the engine. Workers exchange only StartupReport, StepPlan and StepResult with the engine."""
+
+from msgspec import Struct
+
+from revolta_serve import errors
+from revolta_serve.config import ServeConfig
+from revolta_serve.errors import EngineError, RevoltaError
+from revolta_serve.types import EngineStatus, GenerateRequest, Output, StartupReport
+
+
+class Submit(Struct, frozen=True, tag=True):
+    """api: queue this request. Answered by Admitted or Refused, then by Outputs."""
+
+    request: GenerateRequest
+
+
+class Abort(Struct, frozen=True, tag=True):
+    """api: end this request; its last output says abort. Ignored for a request that has already ended."""
+
+    id: str
+
+
+class Drain(Struct, frozen=True, tag=True):
+    """api: refuse new requests, abort the running ones after this many seconds, then exit."""
+
+    seconds: float
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """engine: every rank has loaded; requests may come."""
+
+    reports: tuple[StartupReport, ...]
+
+
+class Admitted(Struct, frozen=True, tag=True):
+    """engine: the request is in the queue."""
+
+    id: str
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """engine: the request will not run; `error` is the name of a class in errors.py."""
+
+    id: str
+    error: str
+    message: str
+
+    @classmethod
+    def of(cls, id: str, error: RevoltaError) -> "Refused":
+        """The message that carries an error to the api process."""
+        return cls(id, type(error).__name__, error.message)
+
+    def exception(self) -> RevoltaError:
+        """The error again; an EngineError if the class is not known."""
+        kind = getattr(errors, self.error, EngineError)
+        return kind(self.message) if isinstance(kind, type) and issubclass(kind, RevoltaError) else EngineError(self.message)
+
+
+class Outputs(Struct, frozen=True, tag=True):
+    """engine: what one step produced."""
+
+    outputs: tuple[Output, ...]
+
+
+class Heartbeat(Struct, frozen=True, tag=True):
+    """engine, from a thread of its own: alive, with the counts of now."""
+
+    status: EngineStatus
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """engine: its last words."""
+
+    message: str
+
+
+Command = Submit | Abort | Drain
+Event = Ready | Admitted | Refused | Outputs | Heartbeat | Failed
+
+
+class LaunchSpec(Struct, frozen=True, kw_only=True):
+    """What a child process needs to start, one line of JSON on its standard input, which then stays open as a sign of life."""
+
+    config: ServeConfig
+    """Resolved, without API keys."""
+    rank: int
+    """0 is the engine, which starts the others."""
+    parent: int
+    """Process id of the process that started this one."""
+    folder: str
+    """Directory of the sockets."""
+    command: tuple[str, ...]
+    """How this process was started, to start others like it."""

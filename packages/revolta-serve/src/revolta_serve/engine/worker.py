@@ -1,0 +1,42 @@
+"""A rank behind a channel: the runner's start-up report first, then a result for every plan."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from revolta_serve.config import ServeConfig
+from revolta_serve.engine.channel import Channel, LocalChannel
+from revolta_serve.types import StartupReport, StepPlan, StepResult
+
+
+class Steps(Protocol):
+    """What the engine needs of a runner."""
+
+    @property
+    def report(self) -> StartupReport:
+        """What was loaded and allocated."""
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Execute a plan."""
+
+
+Load = Callable[[ServeConfig, int], Steps]
+"""Loads a rank. Raises RevoltaError for whatever the user can mend."""
+
+
+def load_runner(config: ServeConfig, rank: int) -> Steps:
+    """The real one: imports torch, so not before it is needed."""
+    from revolta_serve.runner.runner import Runner
+
+    return Runner.load(config, rank)
+
+
+def local(runner: Steps) -> LocalChannel:
+    """Rank 0, in the engine's own process and thread."""
+    return LocalChannel(runner.step)
+
+
+def serve(runner: Steps, channel: Channel) -> None:
+    """Another rank, in its own process: execute plans until the process ends. Only rank 0's results are read, so none is sent."""
+    channel.send(runner.report)
+    while True:
+        runner.step(channel.receive(StepPlan))

@@ -1,0 +1,259 @@
+"""Every malformed body is a 400 that names the field, before anything is computed, and the next request is served."""
+
+import json
+from typing import Any
+
+import pytest
+from support.script_engine import Server
+from support.text import tokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+SIZE = tokenizer().size
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+BOTH: list[tuple[str, Any, str]] = [
+    ("temperature", -1, "temperature"),
+    ("temperature", "hot", "temperature"),
+    ("temperature", True, "temperature"),
+    ("temperature", [1], "temperature"),
+    ("top_p", 0, "top_p"),
+    ("top_p", 1.5, "top_p"),
+    ("top_k", -2, "top_k"),
+    ("top_k", 1.5, "top_k"),
+    ("top_k", 10**20, "top_k"),
+    ("min_p", 2, "min_p"),
+    ("seed", 2**63, "seed"),
+    ("seed", "7", "seed"),
+    ("seed", 1.5, "seed"),
+    ("seed", True, "seed"),
+    ("n", 0, "n"),
+    ("n", 129, "n"),
+    ("n", "2", "n"),
+    ("max_tokens", 0, "max_tokens"),
+    ("max_tokens", -1, "max_tokens"),
+    ("max_tokens", 1.5, "max_tokens"),
+    ("max_tokens", True, "max_tokens"),
+    ("max_tokens", 10**12, "max_tokens"),
+    ("max_tokens", 10**40, "max_tokens"),
+    ("stop", "", "stop"),
+    ("stop", [""], "stop[0]"),
+    ("stop", ["a", 1], "stop[1]"),
+    ("stop", ["a"] * 20, "stop"),
+    ("stop", "x" * 1025, "stop"),
+    ("stop", {"a": 1}, "stop"),
+    ("stop_token_ids", [-1], "stop_token_ids[0]"),
+    ("stop_token_ids", [0, 10**20], "stop_token_ids[1]"),
+    ("stop_token_ids", [True], "stop_token_ids[0]"),
+    ("stop_token_ids", 5, "stop_token_ids"),
+    ("stop_token_ids", [SIZE], "stop_token_ids[0]"),
+    ("stream", "yes", "stream"),
+    ("stream", 1, "stream"),
+    ("stream_options", {"include_usage": True}, "stream_options"),
+    ("ignore_eos", 1, "ignore_eos"),
+    ("return_token_ids", "x", "return_token_ids"),
+    ("model", 5, "model"),
+    ("request_id", "with space", "request_id"),
+    ("request_id", 5, "request_id"),
+    ("presence_penalty", 99, "presence_penalty"),
+    ("presence_penalty", False, "presence_penalty"),
+    ("frequency_penalty", 0.5, "frequency_penalty"),
+    ("repetition_penalty", 1.1, "repetition_penalty"),
+    ("logit_bias", {"x": 1}, "logit_bias"),
+    ("min_tokens", 1, "min_tokens"),
+    ("bad_words", [""], "bad_words"),
+    ("allowed_token_ids", [1], "allowed_token_ids"),
+    ("prompt_logprobs", 0, "prompt_logprobs"),
+    ("response_format", {"type": "json_object"}, "response_format"),
+    ("structured_outputs", {"regex": "a"}, "structured_outputs"),
+    ("guided_json", {}, "guided_json"),
+    ("use_beam_search", True, "use_beam_search"),
+    ("priority", 1, "priority"),
+    ("cache_salt", "s", "cache_salt"),
+    ("truncate_prompt_tokens", 5, "truncate_prompt_tokens"),
+    ("echo", True, "echo"),
+]
+
+ONLY_CHAT: list[tuple[str, Any, str]] = [
+    ("messages", None, "messages"),
+    ("messages", [], "messages"),
+    ("messages", "hi", "messages"),
+    ("messages", {"role": "user"}, "messages"),
+    ("messages", ["hi"], "messages[0]"),
+    ("messages", [{"content": "hi"}], "messages[0].role"),
+    ("messages", [{"role": "robot", "content": "hi"}], "messages[0].role"),
+    ("messages", [{"role": "user", "content": 5}], "messages[0].content"),
+    ("messages", [*USER, {"role": "user", "content": ["x"]}], "messages[1].content[0]"),
+    ("messages", [{"role": "user", "content": [{"type": "poem"}]}], "messages[0].content[0].type"),
+    ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+    ("messages", [{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0].type"),
+    ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0].function.name"),
+    ("messages", [{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
+    ("messages", [{"role": "assistant", "reasoning": 5}], "messages[0].reasoning"),
+    ("messages", [{"role": "assistant", "function_call": {"name": "f"}}], "messages[0].function_call"),
+    ("max_completion_tokens", 0, "max_completion_tokens"),
+    ("logprobs", True, "logprobs"),
+    ("logprobs", 1, "logprobs"),
+    ("top_logprobs", 50, "top_logprobs"),
+    ("tools", [], "tools"),
+    ("tools", [{"type": "web_search"}], "tools[0].type"),
+    ("tools", [{"type": "function", "function": {"name": 5}}], "tools[0].function.name"),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}], "tools[0].function.parameters"),
+    ("tools", [TOOL], "tools"),
+    ("tool_choice", "auto", "tool_choice"),
+    ("functions", [{"name": "f"}], "functions"),
+    ("modalities", ["text", "audio"], "modalities"),
+    ("audio", {"voice": "x"}, "audio"),
+    ("prediction", {"type": "content", "content": "x"}, "prediction"),
+    ("reasoning_effort", "x", "reasoning_effort"),
+    ("reasoning_effort", 5, "reasoning_effort"),
+    ("include_reasoning", "x", "include_reasoning"),
+    ("chat_template", "{{ 1 }}", "chat_template"),
+    ("chat_template_kwargs", [], "chat_template_kwargs"),
+    ("chat_template_kwargs", {"enable_thinking": "no"}, "chat_template_kwargs.enable_thinking"),
+    ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages"),
+    ("continue_final_message", True, "continue_final_message"),
+    ("documents", [{"text": "x"}], "documents"),
+]
+
+ONLY_COMPLETIONS: list[tuple[str, Any, str]] = [
+    ("prompt", None, "prompt"),
+    ("prompt", "", "prompt"),
+    ("prompt", [], "prompt"),
+    ("prompt", [[]], "prompt[0]"),
+    ("prompt", ["a", ""], "prompt[1]"),
+    ("prompt", ["a", 1], "prompt[1]"),
+    ("prompt", [1, "a"], "prompt[1]"),
+    ("prompt", [[1], "a"], "prompt[1]"),
+    ("prompt", [1.0], "prompt[0]"),
+    ("prompt", [True], "prompt[0]"),
+    ("prompt", [[1, -1]], "prompt[0][1]"),
+    ("prompt", [SIZE], "prompt[0]"),
+    ("prompt", {"a": 1}, "prompt"),
+    ("prompt", ["a"] * 1025, "prompt"),
+    ("logprobs", 0, "logprobs"),
+    ("suffix", "x", "suffix"),
+    ("best_of", 2, "best_of"),
+]
+
+CASES = [
+    *((CHAT, *case) for case in BOTH + ONLY_CHAT),
+    *((COMPLETIONS, *case) for case in BOTH + ONLY_COMPLETIONS),
+]
+
+
+def body(path: str, **fields: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {"messages": USER} if path == CHAT else {"prompt": "hi"}
+    return {"model": "tiny", **base, **fields}
+
+
+def check(server: Server, path: str, content: bytes, param: str | None) -> dict[str, Any]:
+    """A 400 in the OpenAI shape about `param`, and nothing reached the engine."""
+    before = len(server.engine.requests)
+    response = server.client.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    error = json.loads(response.content)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    assert error["message"]
+    assert " at 0x" not in error["message"]
+    assert len(error["message"]) < 600
+    assert len(server.engine.requests) == before
+    return dict(error)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_values(shared: Server, stream: bool) -> None:
+    for path, field, value, param in CASES:
+        fields = {field: value} if field in ("stream", "stream_options") else {"stream": stream, field: value}
+        error = check(shared, path, json.dumps(body(path, **fields)).encode(), param)
+        assert param in error["message"] or error["code"] == "context_length_exceeded", error
+    assert shared.chat().json()["choices"][0]["message"]["content"] == "ok"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ('{"temperature": NaN}', "temperature"),
+        ('{"temperature": Infinity}', "temperature"),
+        ('{"top_p": -Infinity}', "top_p"),
+        ('{"logit_bias": {"1": NaN}}', "logit_bias.1"),
+        ('{"stop_token_ids": [1, 1e999]}', "stop_token_ids[1]"),
+        ('{"seed": ' + "9" * 3000 + "}", "seed"),
+        ('{"seed": ' + "9" * 30000 + "}", None),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages[0].content"),
+        ('{"prompt": "\\udc00 x"}', "prompt"),
+        ("[]", None),
+        ("{", None),
+        ("", None),
+        ("null", None),
+        ('"x"', None),
+        ("{}{}", None),
+        ("[" * 10_000 + "]" * 10_000, None),
+        ('{"tools": ' + "[" * 120 + "]" * 120 + "}", None),
+        ('{"messages": "' + "x" * 3_000_000, None),
+    ],
+)
+def test_wrong_json(shared: Server, path: str, text: str, param: str | None) -> None:
+    check(shared, path, text.encode(), param)
+
+
+def test_wrong_utf8(shared: Server) -> None:
+    check(shared, CHAT, b'{"messages": [{"role": "user", "content": "\xff"}]}', None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", None),
+        ("temperature", 0),
+        ("top_p", 1),
+        ("top_k", -1),
+        ("seed", -1),
+        ("seed", -(2**63)),
+        ("stop", None),
+        ("stop", []),
+        ("frequency_penalty", 0),
+        ("repetition_penalty", 1.0),
+        ("logit_bias", {}),
+        ("logprobs", None),
+        ("response_format", {"type": "text"}),
+        ("user", "someone"),
+        ("metadata", {"a": "b"}),
+        ("no_such_field", {"a": [1]}),
+        ("model", ""),
+        ("model", None),
+        ("model", "other"),
+        ("stream_options", None),
+        ("ignore_eos", True),
+    ],
+)
+def test_neutral_values(shared: Server, field: str, value: Any) -> None:
+    for path in (CHAT, COMPLETIONS):
+        response = shared.post(path, body(path, max_tokens=2, **{field: value}))
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": None, "tool_choice": "none"},
+        {"logprobs": False, "top_logprobs": 0},
+        {"reasoning_effort": "max", "chat_template_kwargs": {"enable_thinking": False, "extra": ["<|im_end|>"]}},
+        {"max_tokens": 5, "max_completion_tokens": 5},
+        {"parallel_tool_calls": True, "store": False, "service_tier": "auto"},
+    ],
+)
+def test_neutral_values_of_chat(shared: Server, fields: dict[str, Any]) -> None:
+    assert shared.chat(**fields).status_code == 200
+
+
+def test_contradicting_lengths(shared: Server) -> None:
+    error = check(shared, CHAT, json.dumps(body(CHAT, max_tokens=5, max_completion_tokens=6)).encode(), "max_completion_tokens")
+    assert "5" in error["message"]
+    assert "6" in error["message"]

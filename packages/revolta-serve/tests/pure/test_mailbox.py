@@ -1,0 +1,69 @@
+"""The queue of one client: ordered per choice, merged while nobody reads, never in the writer's way."""
+
+import asyncio
+
+import pytest
+from revolta_serve.api.mailbox import Mailbox
+from revolta_serve.text.events import AnswerUsage, Delta, Event, Finish, Kind
+
+
+def delta(text: str, generated: int, kind: Kind = "content") -> Delta:
+    return Delta(kind=kind, text=text, tokens=(generated,), generated=generated)
+
+
+FINISH = Finish(reason="stop", stop=None, tokens=(), usage=AnswerUsage(prompt=1, cached=0, generated=3, reasoning=1))
+
+
+def drain(mailbox: Mailbox, count: int) -> list[tuple[int, Event]]:
+    async def run() -> list[tuple[int, Event]]:
+        return [await mailbox.get() for _ in range(count)]
+
+    return asyncio.run(run())
+
+
+def test_deltas_of_one_kind_merge_and_kinds_do_not() -> None:
+    mailbox = Mailbox()
+    for event in (delta("a", 1, "reasoning"), delta("b", 2, "reasoning"), delta("c", 3), delta("d", 4), FINISH):
+        mailbox.put(0, event)
+        mailbox.put(1, event)
+    assert len(mailbox) == 6
+    assert drain(mailbox, 6) == [
+        (choice, event)
+        for event in (
+            Delta(kind="reasoning", text="ab", tokens=(1, 2), generated=2),
+            Delta(kind="content", text="cd", tokens=(3, 4), generated=4),
+            FINISH,
+        )
+        for choice in (0, 1)
+    ]
+
+
+def test_what_has_been_read_is_not_merged_into() -> None:
+    mailbox = Mailbox()
+    mailbox.put(0, delta("a", 1))
+    assert drain(mailbox, 1) == [(0, delta("a", 1))]
+    mailbox.put(0, delta("b", 2))
+    assert drain(mailbox, 1) == [(0, delta("b", 2))]
+
+
+def test_a_failure_comes_first_and_stays() -> None:
+    mailbox = Mailbox()
+    mailbox.put(0, delta("a", 1))
+    mailbox.fail(KeyError("first"))
+    mailbox.fail(KeyError("second"))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="first"):
+            drain(mailbox, 1)
+
+
+def test_waiting_may_be_given_up_and_resumed() -> None:
+    async def run() -> tuple[int, Event]:
+        mailbox = Mailbox()
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    await mailbox.get()
+        asyncio.get_running_loop().call_later(0.01, mailbox.put, 0, delta("a", 1))
+        return await mailbox.get()
+
+    assert asyncio.run(run()) == (0, delta("a", 1))

@@ -1,0 +1,111 @@
+"""gdn_conv: causal depthwise convolution of KW taps with silu, over each request's stored inputs and its new rows.
+
+    y_t = act( silu( sum_{j=0..KW-1} w[:, j] x_{t-KW+1+j} ) ),   taps ascending, float32
+
+Inputs before the first row come from the request's window, the last KW-1 rows before the convolution, oldest first; they are zero
+when `fresh` is 1. With `write` the window becomes the last KW-1 of (old window, the request's rows), so a sequence shorter than
+the window shifts it; without rows it stays as it is.
+"""
+
+import torch
+from torch import Tensor
+
+from sm70kernels import inputs, slots
+from sm70kernels import rows as arithmetic
+from sm70kernels import window as windows
+from sm70kernels.inputs import Draw
+from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
+
+
+def _convolve(sequence: Tensor, weight: Tensor) -> Tensor:
+    """Return silu of the convolution, float32 [N, T, C], of sequence [N, KW-1+T, C] with weight [C, KW]."""
+    taps = weight.float().t().contiguous()
+    products = (sequence.float().unfold(1, taps.shape[0], 1).mT * taps).unbind(2)
+    total = products[0]
+    for product in products[1:]:
+        total = total + product
+    return arithmetic.silu(total)
+
+
+def _decode(x: Tensor, weight: Tensor, window: Tensor, slot: Tensor, rows: Tensor, fresh: Tensor, write: bool) -> Tensor:
+    requests, channels = slot.shape[0], x.shape[1]
+    if requests == 0 or x.shape[0] == 0:
+        return x.new_zeros(x.shape)
+    if x.shape[0] % requests:
+        raise ValueError(f"gdn_conv: x axis 0: M={x.shape[0]} is not a multiple of slot axis 0: N={requests}; decode rows are N x T")
+    width = x.shape[0] // requests
+    sequence = windows.joined(window[None], x.view(1, requests, width, channels), slot, fresh)
+    y = _convolve(sequence[0], weight).to(x.dtype)
+    owned = [n if s >= 0 else 0 for s, n in zip(slot.tolist(), rows.tolist(), strict=True)]
+    if min(owned) < width:
+        y.masked_fill_((torch.arange(width) >= torch.tensor(owned)[:, None])[:, :, None], 0.0)
+    if write:
+        windows.store(window[None], sequence, [s if n else -1 for s, n in zip(slot.tolist(), owned, strict=True)], owned)
+    return y.view(-1, channels)
+
+
+def _prefill(x: Tensor, weight: Tensor, window: Tensor, slot: Tensor, start: Tensor, rows: Tensor, fresh: Tensor, write: bool) -> Tensor:
+    y = torch.zeros(x.shape, dtype=x.dtype)
+    for i, (held, first, count) in enumerate(zip(slot.tolist(), start.tolist(), rows.tolist(), strict=True)):
+        if held < 0 or count == 0:
+            continue
+        sequence = windows.joined(window[None], x[None, None, first : first + count], slot[i : i + 1], fresh[i : i + 1])
+        y[first : first + count] = _convolve(sequence[0], weight)[0].to(x.dtype)
+        if write:
+            windows.store(window[None], sequence, [held], [count])
+    return y
+
+
+def reference(
+    x: Tensor, weight: Tensor, window: Tensor, slot: Tensor, start: Tensor, rows: Tensor, fresh: Tensor, kind: str, write: bool
+) -> Tensor:
+    """Return y [M, C] in x's dtype from x [M, C], weight [C, KW], window [SL, KW-1, C] (written in place) and i32 [N] vectors.
+
+    decode: M = N T, request i owns the first rows[i] of its T rows, start is not read. prefill: sequence i owns rows start[i] ..
+    start[i] + rows[i] - 1. slot -1 is inactive. Rows that belong to nobody give 0. Raises ValueError when N does not divide M in
+    decode.
+    """
+    if kind == "decode":
+        return _decode(x, weight, window, slot, rows, fresh, write)
+    return _prefill(x, weight, window, slot, start, rows, fresh, write)
+
+
+def _rows(draw: Draw) -> Tensor:
+    """Counts that suit both kinds: at most M // N rows each."""
+    counts: Tensor = inputs.integers(0, draw.dims["M"] // max(draw.dims["N"], 1))(draw)
+    return counts
+
+
+def _kind(draw: Draw) -> str:
+    requests = draw.dims["N"]
+    return "prefill" if requests == 0 or draw.dims["M"] % requests or draw.integer(0, 1) else "decode"
+
+
+gdn_conv = Op(
+    "gdn_conv",
+    reference=reference,
+    launch=None,
+    determinism=INV,
+    tolerance=Ratio(2.0),
+    args=dict(
+        x="act[M,C] strided",
+        weight="act[C,KW]",
+        window="act[SL,KW1,C] inout",
+        slot="i32[N]",
+        start="i32[N]",
+        rows="i32[N]",
+        fresh="i32[N]",
+        kind="enum decode|prefill",
+        write="bool",
+        y="act[M,C] out",
+    ),
+    dims=dict(
+        M=Dim(0, 8192, test=(0, 24)),
+        N=Dim(0, 64, test=(0, 5)),
+        SL=Dim(1, 4096, test=(5, 8)),
+        C=Spec(10240, 5120, 2560, test=(20, 64)),
+        KW=Spec(4, test=(2, 4)),
+        KW1=Derived("KW-1"),
+    ),
+    inputs=dict(slot=slots.running, start=slots.start(1), rows=_rows, fresh=inputs.integers(0, 1), kind=_kind),
+)

@@ -1,0 +1,92 @@
+"""gdn_step: the gated delta rule, token by token, over the T decode or verify rows of each request.
+
+    S <- exp(g_t) S;   u = beta_t (v_t - S k_t);   S <- S + u k_t^T;   o_t = act( S q_t )
+
+q and k are l2-normalised and q is scaled by K^-1/2; g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b). Everything but o is
+float32. With `write` the state after a request's last valid row replaces the stored one; without, the stored one stays and
+gdn_replay advances it later over the rows that were accepted.
+"""
+
+import torch
+from torch import Tensor
+
+from sm70kernels import delta, inputs, slots
+from sm70kernels import rows as arithmetic
+from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
+
+
+def reference(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slot: Tensor,
+    rows: Tensor,
+    write: bool,
+) -> Tensor:
+    """Return o [N, T, HV, V] in qkv's dtype; state f32 [SL, HV, V, K] is written in place when `write`.
+
+    qkv [N, T, 2 HK K + HV V] is (q | k | v) after the convolution, a and b [N, T, HV] raw, A_log and dt_bias f32 [HV], slot and
+    rows i32 [N]. Rows from rows[i] on, and all rows of a request with slot -1, give 0 and leave no trace in the state.
+    """
+    requests, width = qkv.shape[:2]
+    _, value_heads, value_dim, key_dim = state.shape
+    if requests == 0:
+        return qkv.new_zeros(requests, width, value_heads, value_dim)
+    q, k, v = delta.heads(qkv, value_heads, value_dim, key_dim)
+    g, beta = delta.gates(a, b, A_log, dt_bias)
+    size = delta.tile_size(state[0].numel())
+    inputs_of = delta.Rows(size, q, k, v, arithmetic.exp(g), beta)
+    held = slot.tolist()
+    owned = [n if s >= 0 else 0 for s, n in zip(held, rows.tolist(), strict=True)]
+    source = slot if min(held) >= 0 else slot.clamp(min=0)
+    outputs = []
+    for tile, first in enumerate(range(0, requests, size)):
+        running = state.index_select(0, source[first : first + size])
+        scratch = torch.empty_like(running)
+        read = []
+        for t in range(width):
+            inputs_of.advance(tile, t, running, scratch)
+            read.append(inputs_of.read(tile, t, running, scratch))
+            if write:
+                last = slice(first, first + size)
+                delta.store(state, running, [s if n == t + 1 else -1 for s, n in zip(held[last], owned[last], strict=True)])
+        outputs.append(read[0].unsqueeze(1) if width == 1 else torch.stack(read, 1))
+    o = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if min(owned) < width:
+        o.masked_fill_((torch.arange(width) >= torch.tensor(owned)[:, None])[:, :, None, None], 0.0)
+    return o.to(qkv.dtype)
+
+
+gdn_step = Op(
+    "gdn_step",
+    reference=reference,
+    launch=None,
+    determinism=INV,
+    tolerance=Ratio(2.0),
+    args=dict(
+        qkv="act[N,T,C]",
+        a="act[N,T,HV] strided",
+        b="act[N,T,HV] strided",
+        A_log="f32[HV]",
+        dt_bias="f32[HV]",
+        state="f32[SL,HV,V,K] inout",
+        slot="i32[N]",
+        rows="i32[N]",
+        write="bool",
+        o="act[N,T,HV,V] out",
+    ),
+    dims=dict(
+        N=Dim(0, 64, test=(0, 5)),
+        T=Dim(1, 8, test=(1, 4)),
+        SL=Dim(1, 4096, test=(5, 8)),
+        HK=Spec(16, 8, 4, test=(1, 2), infer="(C-HV*V)//(2*K)"),
+        HV=Spec(48, 24, 12, test=(2, 4)),
+        V=Spec(128, test=(8, 32)),
+        K=Spec(128, test=(16, 32)),
+        C=Derived("2*HK*K+HV*V"),
+    ),
+    inputs=dict(a=inputs.normal(2.0), A_log=inputs.uniform(-2.0, 2.5), slot=slots.running, rows=inputs.integers(0, "T")),
+)

@@ -1,0 +1,57 @@
+"""hyper_mix: the block input and the injection gates from the normed residual streams.
+
+    l    = W_in · n              n flattened to S·E; W_in = R low-rank rows, then G inject rows (G = S, or 0 in a final mixer)
+    a    = silu(l[:R] / S)
+    u    = sigmoid(W_up · a)     [S, E]
+    x    = (1/S) Σ_s u_s ⊙ n_s   the mean of the gated, normed streams
+    gate = 2 · sigmoid(l[R:] / S)
+
+Rounding points: l, a and W_up·a to the activation dtype; the division by S, the activations and the sum over streams (ascending)
+in float32; x once. The gates stay float32.
+"""
+
+from torch import Tensor
+
+from sm70kernels import inputs, rows
+from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
+from sm70kernels.streams import fold, rounded, stored
+
+
+def reference(n: Tensor, w_in: Tensor, w_up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return (x act [M, E], gate f32 [M, G]).
+
+    n act [M, S, E]; w_in act [R+G, S·E]; w_up act [S·E, R]; kind "decode" (16-row tiles) or "prefill" (64-row tiles).
+    """
+    streams, rank, tile = n.shape[1], w_up.shape[1], rows.TILE[kind]
+    low = rounded(rows.linear(n.flatten(1), w_in, tile), n.dtype) / streams
+    lora = rounded(rows.silu(low[:, :rank]), n.dtype)
+    mix = rows.sigmoid(rounded(rows.linear(lora, w_up, tile), n.dtype))
+    x = fold(mix.view(n.shape) * n.float()) / streams
+    return stored(x, n.dtype), 2.0 * rows.sigmoid(low[:, rank:])
+
+
+hyper_mix = Op(
+    "hyper_mix",
+    reference=reference,
+    determinism=INV,
+    tolerance=Ratio(2.0),
+    args=dict(
+        n="act[M,S,E]",
+        w_in="act[RI,SE]",
+        w_up="act[SE,R]",
+        kind="enum decode|prefill",
+        x="act[M,E] out",
+        gate="f32[M,G] out",
+    ),
+    dims=dict(
+        M=Dim(0, 65536, test=(0, 20)),
+        S=Spec(4, test=(1, 2, 4)),
+        E=Spec(2560, test=(24, 40)),
+        R=Spec(320, test=(8, 20)),
+        G=Dim(0, "S", infer="RI-R"),
+        RI=Derived("R+G"),
+        SE=Derived("S*E"),
+    ),
+    inputs=dict(w_in=inputs.normal(0.1), w_up=inputs.normal(0.3)),
+    flops=lambda d: 2 * d["M"] * d["SE"] * (d["RI"] + d["R"]),
+)

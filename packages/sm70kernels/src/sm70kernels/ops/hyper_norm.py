@@ -1,0 +1,29 @@
+"""hyper_norm: RMS norm of every residual stream on its own.
+
+    n_s = h_s · rsqrt(mean_e(h_s²) + eps) · (1 + w_s)
+
+float32 arithmetic, one rounding at the end. The mean runs over one stream of E values, never over S·E; the stored weight is
+near 0, hence 1 + w.
+"""
+
+from torch import Tensor
+
+from sm70kernels import inputs
+from sm70kernels.op import INV, Dim, Op, Ratio, Spec
+from sm70kernels.streams import stored, stream_norm
+
+
+def reference(h: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return n act [M, S, E] for h act [M, S, E] and weight act [S, E]; eps is added to the mean square."""
+    return stored(stream_norm(h.float(), weight, eps), h.dtype)
+
+
+hyper_norm = Op(
+    "hyper_norm",
+    reference=reference,
+    determinism=INV,
+    tolerance=Ratio(2.0),
+    args=dict(h="act[M,S,E]", weight="act[S,E]", eps="float", n="act[M,S,E] out"),
+    dims=dict(M=Dim(0, 65536, test=(0, 20)), S=Spec(4, test=(1, 2, 4)), E=Spec(2560, test=(24, 40, 64))),
+    inputs=dict(weight=inputs.normal(0.1), eps=inputs.value(1e-6)),
+)

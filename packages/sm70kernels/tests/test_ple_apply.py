@@ -1,0 +1,201 @@
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sm70kernels.ops.ple_apply import ple_apply
+from sm70kernels.testing import DTYPES, clone, conforms, same_bits
+
+S, E, KW, DILATION, HL, SLOTS = 4, 24, 4, 3, 9, 6
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / ((x * x).sum() / len(x) + eps).sqrt() * (1 + weight)
+
+
+def naive(
+    state: Tensor,
+    e: Tensor,
+    key_w: Tensor,
+    value_w: Tensor,
+    norm_key: Tensor,
+    norm_query: Tensor,
+    norm_conv: Tensor,
+    conv_w: Tensor,
+    dilation: int,
+    history: Tensor,
+    slot: Tensor,
+    start: Tensor,
+    rows: Tensor,
+    fresh: Tensor,
+    kind: str,
+    write: bool,
+    eps: float,
+    h: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Tensor:
+    """One request after the other, one row after the other, one stream after the other."""
+    streams, hidden = state.shape[1:]
+    c_all = torch.zeros(state.shape[0], streams * hidden, dtype=torch.float64)
+    for i in range(slot.shape[0]):
+        if slot[i] < 0 or rows[i] == 0:
+            continue
+        first = i * (state.shape[0] // slot.shape[0]) if kind == "decode" else int(start[i])
+        past = [torch.zeros_like(c) if fresh[i] else c.clone() for c in history[slot[i]]]
+        for m in range(first, first + int(rows[i])):
+            key, value = h((key_w * e[m]).sum(1)), h((value_w * e[m]).sum(1))
+            gated = torch.zeros(streams, hidden, dtype=torch.float64)
+            for s in range(streams):
+                query = norm(state[m, s], norm_query[s], eps)
+                score = float((norm(key[s * hidden : (s + 1) * hidden], norm_key[s], eps) * query).sum()) / math.sqrt(hidden)
+                root = math.copysign(math.sqrt(max(abs(score), 1e-6)), score) if score else 0.0
+                gated[s] = value / (1 + math.exp(-root))
+            c_all[m] = h(torch.cat([norm(gated[s], norm_conv[s], eps) for s in range(streams)]))
+            past.append(c_all[m])
+            conv = torch.zeros(streams * hidden, dtype=torch.float64)
+            for tap in range(conv_w.shape[1]):
+                conv += conv_w[:, tap] * past[-1 - dilation * (conv_w.shape[1] - 1 - tap)]
+            state[m] += gated + (conv / (1 + (-conv).exp())).view(streams, hidden)
+        if write:
+            history[slot[i]] = torch.stack(past[-history.shape[1] :])
+    return c_all
+
+
+test_matches_naive = conforms(ple_apply, naive, examples=12)
+test_matches_naive_with_the_models_taps = conforms(ple_apply, naive, examples=6, dims=dict(S=S, KW=KW, DIL=DILATION))
+
+
+def case(requests: int, width: int, dtype: torch.dtype = torch.float32, kind: str = "decode", **given: Any) -> dict[str, Any]:
+    """`requests` x `width` rows of live requests in slots 0, 1, ..; a prefill slice starts where the one before it ends."""
+    made = ple_apply.make(dict(N=requests, M=requests * width, S=S, E=E, PE=32, KW=KW, DIL=DILATION, SL=SLOTS), 11, dtype)
+    integers = dict(
+        slot=torch.arange(requests).int(),
+        start=(torch.arange(requests) * width).int(),
+        rows=torch.full((requests,), width).int(),
+        fresh=torch.zeros(requests).int(),
+    )
+    return made | integers | dict(kind=kind, write=True) | given
+
+
+def request(arguments: dict[str, Any], i: int, first: int = 0, last: int | None = None) -> dict[str, Any]:
+    """Request i alone, its rows first .. last-1; the history is a copy."""
+    width = arguments["h"].shape[0] // arguments["slot"].shape[0]
+    last = width if last is None else last
+    mine = slice(i * width + first, i * width + last)
+    alone = clone(arguments | {name: arguments[name][i : i + 1] for name in ("slot", "start", "rows", "fresh")})
+    alone.update({name: arguments[name][mine].clone() for name in ("h", "e")})
+    alone["start"], alone["rows"] = torch.zeros(1).int(), torch.full((1,), last - first).int()
+    return alone
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "width"), [("decode", 1), ("decode", 5), ("prefill", 5), ("prefill", 70)])
+def test_a_request_alone_has_the_bits_it_has_among_others(kind: str, width: int, dtype: torch.dtype) -> None:
+    together = case(4, width, dtype, kind)
+    parts = [request(together, i) for i in range(4)]
+    c = ple_apply(**together)
+    for i, alone in enumerate(parts):
+        mine = slice(i * width, (i + 1) * width)
+        assert same_bits(ple_apply(**alone), c[mine])
+        assert same_bits(alone["h"], together["h"][mine])
+        assert same_bits(alone["history"][i], together["history"][i])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "width", "cuts"), [("decode", 5, [0, 1, 2, 3, 4, 5]), ("decode", 8, [0, 5, 8]), ("prefill", 150, [0, 64, 128, 150])]
+)
+def test_steps_have_the_bits_of_one_call(kind: str, width: int, cuts: list[int], dtype: torch.dtype) -> None:
+    """Decode one row at a time is verify of all rows; slices cut anywhere on the grid are one slice."""
+    whole = case(1, width, dtype, kind, fresh=torch.ones(1).int())
+    history, h, c = whole["history"].clone(), [], []
+    for first, last in pairwise(cuts):
+        part = request(whole, 0, first, last) | dict(history=history)
+        part["fresh"] = torch.tensor([int(first == 0)]).int()
+        c.append(ple_apply(**part))
+        h.append(part["h"])
+    assert same_bits(ple_apply(**whole), torch.cat(c))
+    assert same_bits(whole["h"], torch.cat(h))
+    assert same_bits(whole["history"], history)
+
+
+def test_what_was_returned_is_what_the_history_holds() -> None:
+    a = case(2, 12)
+    c = ple_apply(**a)
+    for i in range(2):
+        assert same_bits(a["history"][i], c[i * 12 + 3 : (i + 1) * 12])
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_without_write_the_history_stays(kind: str) -> None:
+    a, b = case(3, 4, kind=kind, write=False), case(3, 4, kind=kind)
+    before = a["history"].clone()
+    assert same_bits(ple_apply(**a), ple_apply(**b))
+    assert same_bits(a["h"], b["h"])
+    assert same_bits(a["history"], before)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_fresh_reads_zeros_whatever_the_slot_holds(kind: str) -> None:
+    zero, garbage = (case(2, 3, kind=kind, fresh=torch.tensor([1, 0]).int()) for _ in range(2))
+    zero["history"][0] = 0.0
+    garbage["history"][0] = math.nan
+    assert same_bits(ple_apply(**zero), ple_apply(**garbage))
+    assert same_bits((zero["h"], zero["history"]), (garbage["h"], garbage["history"]))
+    assert torch.isfinite(garbage["h"]).all()
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_rows_of_nobody_keep_their_state_and_touch_nothing(kind: str) -> None:
+    """Request 1 is inactive, request 2 owns one row of three; the other rows hold NaN."""
+    a = case(3, 3, kind=kind, slot=torch.tensor([4, -1, 2]).int(), rows=torch.tensor([3, 3, 1]).int())
+    clean = clone(a)
+    ple_apply(**clean)
+    nobody = [3, 4, 5, 7, 8]
+    a["e"][nobody], a["h"][nobody] = math.nan, math.nan
+    before = a["history"].clone()
+    c = ple_apply(**a)
+    assert torch.isnan(a["h"][nobody]).all()
+    assert same_bits(c[nobody], torch.zeros(5, S * E))
+    assert same_bits(a["h"][[0, 1, 2, 6]], clean["h"][[0, 1, 2, 6]])
+    assert same_bits(a["history"], clean["history"])
+    for slot in (0, 1, 3, 5):
+        assert same_bits(a["history"][slot], before[slot])
+    assert same_bits(a["history"][2][:-1], before[2][1:])
+
+
+def test_a_broken_request_touches_no_other() -> None:
+    a, b = case(3, 2), case(3, 2)
+    b["e"][2, 0] = math.inf
+    ple_apply(**a)
+    ple_apply(**b)
+    assert torch.isnan(b["h"][2]).any()
+    for rows, slots in ((slice(0, 2), 0), (slice(4, 6), 2)):
+        assert same_bits(a["h"][rows], b["h"][rows])
+        assert same_bits(a["history"][slots], b["history"][slots])
+
+
+def test_a_zero_score_opens_the_gate_by_half() -> None:
+    """With e = 0 everything vanishes; with a zero query the gate is 1/2 and, without taps, h becomes v/2."""
+    a = case(1, 1)
+    a["h"].zero_()
+    a["conv_w"].zero_()
+    ple_apply(**a)
+    assert torch.allclose(a["h"][0], (a["value_w"] @ a["e"][0] / 2).expand(S, E), rtol=1e-6)
+    b = case(1, 1, fresh=torch.ones(1).int())
+    b["e"].zero_()
+    before = b["h"].clone()
+    ple_apply(**b)
+    assert torch.equal(b["h"], before)
+
+
+def test_no_requests_and_no_rectangle() -> None:
+    assert ple_apply(**case(0, 1)).shape == (0, S * E)
+    assert ple_apply(**case(0, 1, kind="prefill")).shape == (0, S * E)
+    a = case(2, 2)
+    a["h"], a["e"] = a["h"][:3].contiguous(), a["e"][:3].contiguous()
+    with pytest.raises(ValueError, match="M=3 is not a multiple of slot axis 0: N=2"):
+        ple_apply(**a)
