@@ -1,19 +1,22 @@
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
-
 from sm70kernels.op import ContractError
 from sm70kernels.ops.hyper_inject import hyper_inject
 from sm70kernels.ops.hyper_norm import hyper_norm
 from sm70kernels.testing import DTYPES, conforms, rows_independent, same_bits
+from torch import Tensor
 
 
-def naive(state: Tensor, o: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
+def naive(
+    state: Tensor, o: Tensor, gate: Tensor, weight: Tensor | None, eps: float, h: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor | None:
     m, streams, hidden = state.shape
     n = torch.empty_like(state)
     for row in range(m):
         for s in range(streams):
-            state[row, s] += gate[row, s] * o[row]
+            state[row, s] = h(state[row, s] + gate[row, s] * o[row])
             if weight is not None:
                 mean = sum(v * v for v in state[row, s].tolist()) / hidden
                 n[row, s] = state[row, s] / (mean + eps) ** 0.5 * (1 + weight[s])

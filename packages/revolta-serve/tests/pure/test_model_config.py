@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from revolta_serve.errors import ConfigError
-from revolta_serve.model.generation_config import GenerationConfig
 from revolta_serve.model.model_config import ModelConfig
 from support.published import TEXT, raw, read
 
@@ -218,31 +217,9 @@ def test_load_names_the_file(tmp_path: Path) -> None:
     assert ModelConfig.load(tmp_path) == read()
 
 
-def test_generation_config(tmp_path: Path) -> None:
-    config = read()
-    assert GenerationConfig.load(tmp_path, config) == GenerationConfig(stop_ids=(248044,))
-    path = tmp_path / "generation_config.json"
-    fields = {"eos_token_id": [248046, 248044, 248046], "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    path.write_text(json.dumps(fields))
-    expected = GenerationConfig(stop_ids=(248046, 248044), temperature=0.6, top_k=20, top_p=0.95)
-    assert GenerationConfig.load(tmp_path, config) == expected
-    path.write_text(json.dumps(fields | {"do_sample": False}))
-    assert GenerationConfig.load(tmp_path, config).temperature == 0.0
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("temperature", -0.1), ("top_k", -1), ("top_p", 0), ("top_p", 1.1), ("min_p", 2), ("repetition_penalty", 0), ("eos_token_id", -1)],
-)
-def test_broken_generation_config(tmp_path: Path, field: str, value: float) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
-    with pytest.raises(ConfigError, match=rf"generation_config\.json: {field} is {value}; must be"):
-        GenerationConfig.load(tmp_path, read())
-
-
 def test_floor_modules_do_not_import_torch() -> None:
     code = (
-        "import sys, revolta_serve.model.generation_config, revolta_serve.weights.names, revolta_serve.weights.index\n"
+        "import sys, revolta_serve.model.model_config, revolta_serve.weights.names, revolta_serve.weights.index\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

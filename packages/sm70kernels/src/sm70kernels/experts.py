@@ -39,16 +39,19 @@ def moe(
     """Return out act [M, E] by the formula above; shared holds shared13, shared2 and shared_gate. Shapes are those of the ops."""
     experts, both, hidden = w13.shape
     known = ids.clamp(0, experts - 1)
-    run = _dense if 3 * experts * both * hidden <= 2 * DENSE_WEIGHTS else _grouped
-    parts = weights.unsqueeze(-1) * rounded(run(x, ids, known, w13, w2, tile), x.dtype)
-    routed = rounded(fold(parts.masked_fill_((known != ids).unsqueeze(-1), 0.0)), x.dtype)
+    small = 3 * experts * both * hidden <= 2 * DENSE_WEIGHTS
+    y = _dense(x, known, w13, w2, tile) if small else _grouped(x, ids, w13, w2, tile)
+    parts = weights.unsqueeze(-1) * rounded(y, x.dtype)
+    if not torch.equal(known, ids):
+        parts.masked_fill_((known != ids).unsqueeze(-1), 0.0)
+    routed = rounded(fold(parts), x.dtype)
     return stored(routed if shared is None else routed + _shared(x, *shared, tile), x.dtype)
 
 
 def swiglu(both: Tensor, dtype: torch.dtype) -> Tensor:
     """Return silu(gate) · up of both [..., 2I] = gate | up, float32 values rounded to dtype at each of the three points: [..., I]."""
     gate, up = rounded(both, dtype).chunk(2, dim=-1)
-    return rounded(rounded(rows.silu(gate.clamp(min=GATE_FLOOR)), dtype) * up, dtype)
+    return rounded(rounded(rows.silu(gate.clamp(min=GATE_FLOOR)), dtype).mul_(up), dtype)
 
 
 def _shared(x: Tensor, w13: Tensor, w2: Tensor, gate: Tensor, tile: int) -> Tensor:
@@ -57,19 +60,19 @@ def _shared(x: Tensor, w13: Tensor, w2: Tensor, gate: Tensor, tile: int) -> Tens
     return rounded(y * rows.sigmoid(rounded(rows.linear(x, gate, tile), x.dtype)), x.dtype)
 
 
-def _dense(x: Tensor, ids: Tensor, known: Tensor, w13: Tensor, w2: Tensor, tile: int) -> Tensor:
-    """Run every expert on every row and pick the routes: y [M, K, E]. An invalid id picks some known expert; the caller drops it."""
+def _dense(x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, tile: int) -> Tensor:
+    """Run every expert on every row and pick the routes: y [M, K, E]. ids must be valid."""
     m, (experts, both, hidden) = x.shape[0], w13.shape
     w13, w2 = w13.float(), w2.float()
     if m > DENSE_ROWS:
-        blocks = zip(*(torch.split(part, DENSE_ROWS) for part in (x, ids, known)), strict=True)
-        return torch.cat([_dense(*block, w13, w2, tile) for block in blocks])
+        blocks = [slice(first, first + DENSE_ROWS) for first in range(0, m, DENSE_ROWS)]
+        return torch.cat([_dense(x[block], ids[block], w13, w2, tile) for block in blocks])
     a = swiglu(rows.linear(x, w13.view(experts * both, hidden), tile).view(m, experts, both), x.dtype)
     every = _down(a, w2, tile)
-    return every[known, torch.arange(m).unsqueeze(1)]
+    return every[ids, torch.arange(m).unsqueeze(1)]
 
 
-def _grouped(x: Tensor, ids: Tensor, known: Tensor, w13: Tensor, w2: Tensor, tile: int) -> Tensor:
+def _grouped(x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, tile: int) -> Tensor:
     """Run each chosen expert on its routes, in ascending (expert, route) order: y [M, K, E], 0 for invalid ids."""
     slots, flat = ids.shape[1], ids.reshape(-1)
     y = torch.zeros(flat.numel(), w2.shape[1])

@@ -92,27 +92,29 @@ def block_softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return p, w, total, (peak + log2(total)).squeeze(-1)
 
 
-def normalise(accumulated: Tensor, total: Tensor) -> Tensor:
-    """accumulated / total; 0 where total is 0 (a row without columns), whatever has accumulated there."""
-    return torch.where(total == 0, 0.0, accumulated / total)
-
-
 def _attend(
-    queries: Tensor, place: Tensor, mask: Tensor, owned: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int
+    queries: Tensor, place: Tensor, mask: Tensor, owned: Tensor, last: int, k_cache: Tensor, v_cache: Tensor, unit: int
 ) -> tuple[Tensor, Tensor]:
     """Attention of one tile: R rows, or T rows that share their K and V (then R = 1), of HK kv heads with G query heads each.
 
-    queries f32[R * HK, T * G, D], scaled; place i64[NB, R * HK * C] rows of the caches viewed as [B * P * HK, D], C = 64 columns;
-    mask bool[NB, R, 1, T, 1, C] columns a row sees; owned bool[NB, R, 1, C, 1] columns whose V may be used at all.
-    Returns (o f32[R, HK, T, G, D] normalised, lse f32[R, HK, T, G]).
+    queries f32[R * HK, T * G, D], scaled; place i64[NB, R * HK, C] rows of the caches viewed as [B * P * HK, D], C = 64 columns;
+    mask bool[NB, R, 1, T, 1, C], contiguous (scores take its layout), columns a row sees; owned bool[NB, R, 1, C, 1] columns whose V may be used at all; last: the last
+    column anyone sees. Returns (o f32[R, HK, T, G, D] normalised, lse f32[R, HK, T, G]).
     """
     entries, q, d = queries.shape
     count, r, _, t, _, _ = mask.shape
     heads = (r, entries // r, t, q // t)
-    keys, values = k_cache.view(-1, d), v_cache.view(-1, d)
-    shape = (entries, COLUMNS, d)
+    tail = last + 1 - (count - 1) * COLUMNS
+
+    def gather(cache: Tensor, b: int) -> Tensor:
+        if b == count - 1 and tail <= COLUMNS // 2:  # often three tokens: do not fetch what is masked anyway
+            near = torch.zeros(entries, COLUMNS, d)
+            near[:, :tail] = cache.view(-1, d).index_select(0, place[b, :, :tail].reshape(-1)).view(entries, tail, d)
+            return near
+        return cache.view(-1, d).index_select(0, place[b].reshape(-1)).float().view(entries, COLUMNS, d)
+
     dot = batched_product(entries, q, COLUMNS, d, True, unit)
-    scores = torch.stack([dot(queries, keys.index_select(0, at).float().view(shape).transpose(1, 2)) for at in place])
+    scores = torch.stack([dot(queries, gather(k_cache, b).transpose(1, 2)) for b in range(count)])
     p, w, total, lse = block_softmax(torch.where(mask, scores.view(count, *heads, COLUMNS), -math.inf))
     if v_cache.dtype == torch.float16:
         p = p.half().float()
@@ -120,19 +122,20 @@ def _attend(
     mix = batched_product(entries, q, d, COLUMNS, False, unit)
 
     def weigh(clean: bool) -> Tensor:
-        o = torch.full_like(queries, -0.0)  # the one number that changes no addend
-        for b, at in enumerate(place):
-            v = values.index_select(0, at).float()
+        o = torch.zeros_like(queries)
+        for b in range(count):
+            v = gather(v_cache, b)
             if clean:
-                v = torch.where(owned[b], v.view(*heads[:2], COLUMNS, d), 0.0)
-            o.add_(mix(p[b], v.view(shape)).mul_(w[b]))
+                v = torch.where(owned[b], v.view(*heads[:2], COLUMNS, d), 0.0).view(v.shape)
+            o.add_(mix(p[b], v).mul_(w[b]))
         return o
 
     # A masked column meets p = 0: nothing, if its V is finite. Memory nobody owns may hold anything, and would show in the sum.
     o = weigh(False)
     if not math.isfinite(o.sum().item()):
         o = weigh(True)
-    return normalise(o.view(*heads, d), total), lse
+    # The largest p and its block's w are 1, so l >= 1, or 0 for a row without columns: o is 0 then.
+    return o.view(*heads, d) / total.clamp_min(1.0), lse
 
 
 def _selected_tile(q: Tensor, tokens: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -140,14 +143,15 @@ def _selected_tile(q: Tensor, tokens: Tensor, table: Tensor, k_cache: Tensor, v_
     r, hq, d = q.shape
     _, page, hk, _ = k_cache.shape
     cells, valid = paging.locate(tokens, table, page)
-    occupied = valid.any(0).view(-1, COLUMNS).any(1).tolist()
-    count = max((b + 1 for b, some in enumerate(occupied) if some), default=0)
+    last = valid.any(0).numpy().tobytes().rfind(True)
+    count = last // COLUMNS + 1
     if count == 0:
         return torch.zeros(r, hq, d), torch.full((r, hq), -math.inf)
     place = cells.view(r, -1, 1, COLUMNS).transpose(0, 1)[:count] * hk + torch.arange(hk).view(hk, 1)
-    mask = valid.view(r, -1, COLUMNS).transpose(0, 1)[:count].view(count, r, 1, 1, 1, COLUMNS)
+    mask = valid.view(r, -1, COLUMNS).transpose(0, 1)[:count].contiguous().view(count, r, 1, 1, 1, COLUMNS)
     queries = (q.float() * (scale * LOG2E)).view(r * hk, hq // hk, d)
-    o, lse = _attend(queries, place.reshape(count, -1), mask, mask.view(count, r, 1, COLUMNS, 1), k_cache, v_cache, hq // hk)
+    owned = mask.view(count, r, 1, COLUMNS, 1)
+    o, lse = _attend(queries, place.reshape(count, r * hk, COLUMNS), mask, owned, last, k_cache, v_cache, hq // hk)
     return o.view(r, hq, d), lse.view(r, hq)
 
 
@@ -185,17 +189,16 @@ def causal(
     t, hq, d = q.shape
     _, page, hk, _ = k_cache.shape
     group = hq // hk
-    last = int(position.max())
-    columns = (last - rank) // world + 1 if last >= rank else 0
-    count = -(-columns // COLUMNS)
-    if count == 0:
+    last = (int(position.max()) - rank) // world  # local column; -1 where the rank has none
+    count = last // COLUMNS + 1
+    if last < 0:
         return torch.zeros(t, hq, d), torch.full((t, hq), -math.inf)
     local = torch.arange(count * COLUMNS)
     cells, valid = paging.locate(local.unsqueeze(0), table, page)
-    owned = valid.view(-1) & (local < columns)  # past the last token the page may hold anything
+    owned = valid.view(-1) & (local <= last)  # past the last token the page may hold anything
     seen = owned & (local * world + rank <= position.unsqueeze(1))
-    mask = seen.view(t, count, COLUMNS).transpose(0, 1).view(count, 1, 1, t, 1, COLUMNS)
+    mask = seen.view(t, count, COLUMNS).transpose(0, 1).contiguous().view(count, 1, 1, t, 1, COLUMNS)
     place = cells.view(count, 1, COLUMNS) * hk + torch.arange(hk).view(hk, 1)
     queries = (q.float() * (scale * LOG2E)).view(t, hk, group, d).transpose(0, 1).reshape(hk, t * group, d)
-    o, lse = _attend(queries, place.view(count, -1), mask, owned.view(count, 1, 1, COLUMNS, 1), k_cache, v_cache, group)
+    o, lse = _attend(queries, place, mask, owned.view(count, 1, 1, COLUMNS, 1), last, k_cache, v_cache, group)
     return o.view(hk, t, group, d).transpose(0, 1).reshape(t, hq, d), lse.view(hk, t, group).transpose(0, 1).reshape(t, hq)

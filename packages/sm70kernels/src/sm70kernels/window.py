@@ -1,41 +1,44 @@
 """Sliding windows of per-request inputs: the last H rows a depthwise convolution has seen, oldest first, one window a state slot.
 
-Everything here moves rows; nothing rounds. Windows are [L, SL, H, C] (L layers, SL slots); a call's rows are [L, N, T, C].
+Everything here moves rows; nothing rounds. Windows are [L, SL, H, C] (L layers, SL slots); a call's rows are [L, N, T, C]. numpy
+works on the tensors' memory because its indexing costs a third of torch's.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+Array = NDArray[Any]
 
-def joined(window: Tensor, x: Tensor, slot: Tensor, fresh: Tensor | None = None) -> Tensor:
+
+def joined(window: Array, x: Array, slot: Sequence[int], fresh: Sequence[int] = ()) -> Array:
     """Return [L, N, H + T, C]: each request's stored window, then its T new rows. Where fresh is 1 the window reads as zero.
 
     A request whose slot is -1 reads slot 0 and must not be stored.
     """
-    history = window.index_select(1, slot.clamp(min=0) if min(slot.tolist()) < 0 else slot)
-    if fresh is not None and any(fresh.tolist()):
-        history.masked_fill_(fresh.bool()[:, None, None], 0.0)
-    return torch.cat([history, x], 2)
+    history = window[:, [max(s, 0) for s in slot]]
+    if any(fresh):
+        history[:, np.flatnonzero(fresh)] = 0
+    return np.concatenate([history, x], 2)
 
 
-def store(window: Tensor, sequence: Tensor, slot: Sequence[int], taken: Sequence[int]) -> None:
+def store(window: Array, sequence: Array, slot: Sequence[int], taken: Sequence[int]) -> None:
     """Write the window after taken[i] of request i's new rows into slot[i], in all layers; slot -1 stores nothing.
 
     `sequence` is what :func:`joined` returned: a copy, so a slot may be read and written by one call.
     """
-    layers, _, length, channels = sequence.shape
     held = window.shape[2]
     active = [i for i, s in enumerate(slot) if s >= 0]
     if not active:
         return
     if len(active) == len(slot) and min(taken) == max(taken):
-        latest = sequence.narrow(2, taken[0], held)
-    else:
-        index = [i * length + taken[i] + j for i in active for j in range(held)]
-        latest = sequence.view(layers, -1, channels).index_select(1, torch.tensor(index)).view(layers, -1, held, channels)
-    window.index_copy_(1, torch.tensor([slot[i] for i in active]), latest)
+        window[:, slot] = sequence[:, :, taken[0] : taken[0] + held]
+        return
+    for i in active:
+        window[:, slot[i]] = sequence[:, i, taken[i] : taken[i] + held]
 
 
 def replay(window: Tensor, x: Tensor, slot: Tensor, accepted: Tensor, snapshot_slot: Tensor, snapshot_at: Tensor) -> None:
@@ -46,9 +49,9 @@ def replay(window: Tensor, x: Tensor, slot: Tensor, accepted: Tensor, snapshot_s
     """
     if slot.shape[0] == 0:
         return
-    sequence = joined(window, x, slot)
-    taken, at = accepted.tolist(), snapshot_at.tolist()
+    pool, taken, at = window.numpy(), accepted.tolist(), snapshot_at.tolist()
     running = [s if n > 0 else -1 for s, n in zip(slot.tolist(), taken, strict=True)]
+    sequence = joined(pool, x.numpy(), running)
     wanted = zip(running, taken, snapshot_slot.tolist(), at, strict=True)
-    store(window, sequence, running, taken)
-    store(window, sequence, [target if s >= 0 and 1 <= m <= n else -1 for s, n, target, m in wanted], at)
+    store(pool, sequence, running, taken)
+    store(pool, sequence, [target if s >= 0 and 1 <= m <= n else -1 for s, n, target, m in wanted], at)

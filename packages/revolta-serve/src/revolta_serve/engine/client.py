@@ -153,7 +153,7 @@ class EngineClient:
             self._send(Abort(id))
 
     def status(self) -> EngineStatus:
-        """The engine's counts, at most one heartbeat old."""
+        """The engine's counts after its last output, at most one heartbeat old."""
         return self._status
 
     async def closed(self) -> int:
@@ -199,6 +199,7 @@ class EngineClient:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Outputs):
+            self._status = event.status
             for output in event.outputs:
                 stream = self._streams.get(output.id) if output.finish is None else self._streams.pop(output.id, None)
                 if stream is not None:

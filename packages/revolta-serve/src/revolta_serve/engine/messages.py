@@ -57,9 +57,10 @@ class Refused(Struct, frozen=True, tag=True):
 
 
 class Outputs(Struct, frozen=True, tag=True):
-    """engine: what one step produced."""
+    """engine: what one step produced, and the counts after it."""
 
     outputs: tuple[Output, ...]
+    status: EngineStatus
 
 
 class Heartbeat(Struct, frozen=True, tag=True):

@@ -64,4 +64,4 @@ class Service:
 
     def _send(self, outputs: list[Output]) -> None:
         if outputs:
-            self.api.send(Outputs(tuple(outputs)))
+            self.api.send(Outputs(tuple(outputs), self.core.status))

@@ -209,9 +209,7 @@ class _Table:
             for p, put in (("gate", gate), ("up", up))
         )
         fused2 = (Piece(f"{path}.down_proj", (x, e, i), (every, wide, mine), (every, wide, (0, held))),)
-        single2 = tuple(
-            Piece(f"{path}.{k}.down_proj.weight", (e, i), (wide, mine), ((k, k + 1), wide, (0, held))) for k in range(x)
-        )
+        single2 = tuple(Piece(f"{path}.{k}.down_proj.weight", (e, i), (wide, mine), ((k, k + 1), wide, (0, held))) for k in range(x))
         yield Parameter(f"{name}.w13", (x, 2 * held, e), "act", (fused13, single13))
         yield Parameter(f"{name}.w2", (x, e, held), "act", (fused2, single2))
 

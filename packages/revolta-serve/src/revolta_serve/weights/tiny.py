@@ -11,7 +11,7 @@ from torch import Tensor
 
 from revolta_serve.errors import ConfigError
 from revolta_serve.model.model_config import ModelConfig
-from revolta_serve.weights.tiny_tensors import text_tensors, vision_tensors
+from revolta_serve.weights.tiny_tensors import WHOLE, text_tensors, vision_tensors
 from revolta_serve.weights.tiny_tokenizer import write_tokenizer
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -109,12 +109,13 @@ def make_tiny(
     ids = write_tokenizer(where, form.tokens, form.extra_tokens)
     raw = config_json(form, ids, dtype, text_only=text_only)
     config = ModelConfig.from_dict(raw, file=str(where / "config.json"))
-    tensors = text_tensors(config, seed, prefix="model." if text_only else "model.language_model.", per_expert=per_expert)
+    prefix = "model." if text_only else WHOLE
+    tensors = text_tensors(config, seed, prefix=prefix, per_expert=per_expert)
     if not text_only:
         tensors |= vision_tensors(raw["vision_config"], seed)
     stored = {name: t.to(DTYPES[dtype]) if t.is_floating_point() else t for name, t in tensors.items()}
     if kv_scales:
-        stored |= _kv_scales(config, stored, "model." if text_only else "model.language_model.")
+        stored |= _kv_scales(config, stored, prefix)
     write_weights(where, stored, shards)
     write_json(where / "config.json", raw)
     stops = [ids["<|im_end|>"], ids["<|endoftext|>"]]

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from revolta_serve.model.model_config import ModelConfig
 
+WHOLE = "model.language_model."
+"""Prefix of the text model's tensors in a checkpoint of the whole model."""
+
 MIXED = 0.45
 """Spread of a block's input: normalised streams gated by sigmoids around one half and averaged."""
 
@@ -23,13 +26,15 @@ experts and selections that change the answer, which no implementation could mat
 
 
 class _Draw:
-    """Random tensors by name."""
+    """Random tensors by name. Whatever prefix an export uses, a tensor's values are those of the whole model's name."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, prefix: str = WHOLE) -> None:
+        self.seed, self.prefix = seed, prefix
         self.tensors: dict[str, Tensor] = {}
 
     def _generator(self, name: str) -> torch.Generator:
+        if name.startswith(self.prefix):
+            name = WHOLE + name.removeprefix(self.prefix)
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -50,7 +55,7 @@ def text_tensors(config: ModelConfig, seed: int, *, prefix: str, per_expert: boo
 
     per_expert writes `experts.E.gate_proj.weight` and its siblings instead of the fused banks.
     """
-    draw = _Draw(seed)
+    draw = _Draw(seed, prefix)
     draw.normal(f"{prefix}embed_tokens.weight", config.vocab, config.hidden, std=1.0)
     draw.linear("lm_head.weight", config.vocab, config.hidden, out=2.6, into=MIXED)
     for layer, kind in enumerate(config.layer_types):

@@ -30,7 +30,7 @@ def reference(parts: Tensor, lse: Tensor, gate: Tensor | None, dtype: str) -> Te
     o, total = shares[0], weight[0]
     for share, w in zip(shares[1:], weight[1:], strict=True):
         o, total = o + share, total + w
-    return attention.gated(softmax.normalise(o, total), gate, _DTYPES[dtype])
+    return attention.gated(torch.where(total == 0, 0.0, o / total), gate, _DTYPES[dtype])
 
 
 def _lse(draw: inputs.Draw) -> Tensor:

@@ -7,6 +7,7 @@ when `fresh` is 1. With `write` the window becomes the last KW-1 of (old window,
 the window shifts it; without rows it stays as it is.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,42 +18,46 @@ from sm70kernels.inputs import Draw
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 
 
-def _convolve(sequence: Tensor, weight: Tensor) -> Tensor:
+def _convolve(sequence: windows.Array, weight: Tensor) -> Tensor:
     """Return silu of the convolution, float32 [N, T, C], of sequence [N, KW-1+T, C] with weight [C, KW]."""
-    taps = weight.float().t().contiguous()
-    products = (sequence.float().unfold(1, taps.shape[0], 1).mT * taps).unbind(2)
-    total = products[0]
-    for product in products[1:]:
-        total = total + product
-    return arithmetic.silu(total)
+    taps = np.ascontiguousarray(weight.numpy().T, np.float32)
+    sequence = sequence.astype(np.float32, copy=False)
+    count = sequence.shape[1] - len(taps) + 1
+    total = sequence[:, :count] * taps[0]
+    for j in range(1, len(taps)):
+        total += sequence[:, j : j + count] * taps[j]
+    return arithmetic.silu(torch.from_numpy(total))
 
 
-def _decode(x: Tensor, weight: Tensor, window: Tensor, slot: Tensor, rows: Tensor, fresh: Tensor, write: bool) -> Tensor:
-    requests, channels = slot.shape[0], x.shape[1]
-    if requests == 0 or x.shape[0] == 0:
-        return x.new_zeros(x.shape)
-    if x.shape[0] % requests:
-        raise ValueError(f"gdn_conv: x axis 0: M={x.shape[0]} is not a multiple of slot axis 0: N={requests}; decode rows are N x T")
-    width = x.shape[0] // requests
-    sequence = windows.joined(window[None], x.view(1, requests, width, channels), slot, fresh)
+def _decode(x: Tensor, weight: Tensor, pool: windows.Array, slot: list[int], rows: list[int], fresh: list[int], write: bool) -> Tensor:
+    requests, (total, channels) = len(slot), x.shape
+    if requests == 0 or total == 0:
+        return x.new_zeros(total, channels)
+    if total % requests:
+        raise ValueError(f"gdn_conv: x axis 0: M={total} is not a multiple of slot axis 0: N={requests}; decode rows are N x T")
+    width = total // requests
+    sequence = windows.joined(pool[None], x.view(1, requests, width, channels).numpy(), slot, fresh)
     y = _convolve(sequence[0], weight).to(x.dtype)
-    owned = [n if s >= 0 else 0 for s, n in zip(slot.tolist(), rows.tolist(), strict=True)]
+    owned = [n if s >= 0 else 0 for s, n in zip(slot, rows, strict=True)]
     if min(owned) < width:
         y.masked_fill_((torch.arange(width) >= torch.tensor(owned)[:, None])[:, :, None], 0.0)
     if write:
-        windows.store(window[None], sequence, [s if n else -1 for s, n in zip(slot.tolist(), owned, strict=True)], owned)
-    return y.view(-1, channels)
+        windows.store(pool[None], sequence, [s if n else -1 for s, n in zip(slot, owned, strict=True)], owned)
+    return y.view(total, channels)
 
 
-def _prefill(x: Tensor, weight: Tensor, window: Tensor, slot: Tensor, start: Tensor, rows: Tensor, fresh: Tensor, write: bool) -> Tensor:
+def _prefill(
+    x: Tensor, weight: Tensor, pool: windows.Array, slot: list[int], start: list[int], rows: list[int], fresh: list[int], write: bool
+) -> Tensor:
     y = torch.zeros(x.shape, dtype=x.dtype)
-    for i, (held, first, count) in enumerate(zip(slot.tolist(), start.tolist(), rows.tolist(), strict=True)):
+    for held, first, count, new in zip(slot, start, rows, fresh, strict=True):
         if held < 0 or count == 0:
             continue
-        sequence = windows.joined(window[None], x[None, None, first : first + count], slot[i : i + 1], fresh[i : i + 1])
-        y[first : first + count] = _convolve(sequence[0], weight)[0].to(x.dtype)
+        mine = slice(first, first + count)
+        sequence = windows.joined(pool[None], x[None, None, mine].numpy(), [held], [new])
+        y[mine] = _convolve(sequence[0], weight)[0].to(x.dtype)
         if write:
-            windows.store(window[None], sequence, [held], [count])
+            windows.store(pool[None], sequence, [held], [count])
     return y
 
 
@@ -65,9 +70,10 @@ def reference(
     start[i] + rows[i] - 1. slot -1 is inactive. Rows that belong to nobody give 0. Raises ValueError when N does not divide M in
     decode.
     """
+    pool, held, count, new = window.numpy(), slot.tolist(), rows.tolist(), fresh.tolist()
     if kind == "decode":
-        return _decode(x, weight, window, slot, rows, fresh, write)
-    return _prefill(x, weight, window, slot, start, rows, fresh, write)
+        return _decode(x, weight, pool, held, count, new, write)
+    return _prefill(x, weight, pool, held, start.tolist(), count, new, write)
 
 
 def _rows(draw: Draw) -> Tensor:

@@ -54,12 +54,12 @@ def _sequence(qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
     outputs = []
     for first in range(0, qkv.shape[0], CHUNK):
         part = slice(first, first + CHUNK)
-        q, k, v = delta.heads(arithmetic.pad_rows(qkv[part], CHUNK), value_heads, value_dim, key_dim)
-        g, beta = delta.gates(arithmetic.pad_rows(a[part], CHUNK), arithmetic.pad_rows(b[part], CHUNK), A_log, dt_bias)
+        parts = delta.heads(arithmetic.pad_rows(qkv[part], CHUNK), value_heads, value_dim, key_dim)
+        strengths = delta.gates(arithmetic.pad_rows(a[part], CHUNK), arithmetic.pad_rows(b[part], CHUNK), A_log, dt_bias)
+        q, k, v, g, beta = (torch.from_numpy(x).transpose(0, 1).contiguous() for x in (*parts, *strengths))
         # Rows that do not exist neither decay the state nor write to it.
-        g[qkv.shape[0] - first :] = 0.0
-        beta[qkv.shape[0] - first :] = 0.0
-        q, k, v, g, beta = (x.transpose(0, 1).contiguous() for x in (q, k, v, g, beta))
+        g[:, qkv.shape[0] - first :] = 0.0
+        beta[:, qkv.shape[0] - first :] = 0.0
         o, state = _chunk(q, k, v, g, beta, state)
         outputs.append(o.transpose(0, 1))
     return torch.cat(outputs)[: qkv.shape[0]], state

@@ -7,7 +7,7 @@ over the first `accepted` of them and stores the result. The state after `snapsh
 import torch
 from torch import Tensor
 
-from sm70kernels import delta, inputs, rows, slots
+from sm70kernels import delta, inputs, slots
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 
 
@@ -38,19 +38,14 @@ def reference(
     qkv, a, b = (x[:, :, :steps].index_select(1, active) for x in (qkv, a, b))
     q, k, v = delta.heads(qkv, value_heads, value_dim, key_dim)
     g, beta = delta.gates(a, b, A_log, dt_bias)
-    by_layer = (q, k, v, rows.exp(g), beta)
-    size = delta.tile_size(state[0, 0].numel())
-    for layer, pool in enumerate(state):
-        inputs_of = delta.Rows(size, *(x[layer] for x in by_layer))
-        for tile, first in enumerate(range(0, len(requests), size)):
-            part = requests[first : first + size]
-            running = pool.index_select(0, torch.tensor([s for _, s, _, _, _ in part]))
-            scratch = torch.empty_like(running)
-            # Rows after a request's last accepted one are computed too, but nothing reads what they leave in `running`.
-            for t in range(1, max(n for _, _, n, _, _ in part) + 1):
-                inputs_of.advance(tile, t - 1, running, scratch)
-                delta.store(pool, running, [s if n == t else -1 for _, s, n, _, _ in part])
-                delta.store(pool, running, [target if m == t <= n else -1 for _, _, n, target, m in part])
+    for layer, pool in enumerate(state.numpy()):
+        recurrence = delta.Rows(q[layer], k[layer], v[layer], g[layer], beta[layer])
+        running = pool[[s for _, s, _, _, _ in requests]]
+        # Rows after a request's last accepted one are computed too, but nothing reads what they leave in `running`.
+        for t in range(1, steps + 1):
+            recurrence.advance(t - 1, running)
+            delta.store(pool, running, [s if n == t else -1 for _, s, n, _, _ in requests])
+            delta.store(pool, running, [target if m == t <= n else -1 for _, _, n, target, m in requests])
 
 
 gdn_replay = Op(

@@ -7,11 +7,11 @@ float32. With `write` the state after a request's last valid row replaces the st
 gdn_replay advances it later over the rows that were accepted.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sm70kernels import delta, inputs, slots
-from sm70kernels import rows as arithmetic
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 
 
@@ -37,27 +37,20 @@ def reference(
         return qkv.new_zeros(requests, width, value_heads, value_dim)
     q, k, v = delta.heads(qkv, value_heads, value_dim, key_dim)
     g, beta = delta.gates(a, b, A_log, dt_bias)
-    size = delta.tile_size(state[0].numel())
-    inputs_of = delta.Rows(size, q, k, v, arithmetic.exp(g), beta)
+    recurrence = delta.Rows(q, k, v, g, beta)
     held = slot.tolist()
     owned = [n if s >= 0 else 0 for s, n in zip(held, rows.tolist(), strict=True)]
-    source = slot if min(held) >= 0 else slot.clamp(min=0)
-    outputs = []
-    for tile, first in enumerate(range(0, requests, size)):
-        running = state.index_select(0, source[first : first + size])
-        scratch = torch.empty_like(running)
-        read = []
-        for t in range(width):
-            inputs_of.advance(tile, t, running, scratch)
-            read.append(inputs_of.read(tile, t, running, scratch))
-            if write:
-                last = slice(first, first + size)
-                delta.store(state, running, [s if n == t + 1 else -1 for s, n in zip(held[last], owned[last], strict=True)])
-        outputs.append(read[0].unsqueeze(1) if width == 1 else torch.stack(read, 1))
-    o = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    pool = state.numpy()
+    running = pool[[max(s, 0) for s in held]]
+    o = np.empty((requests, width, *v.shape[2:]), np.float32)
+    for t in range(width):
+        recurrence.advance(t, running)
+        o[:, t] = recurrence.read(t, running).reshape(o[:, t].shape)
+        if write:
+            delta.store(pool, running, [s if n == t + 1 else -1 for s, n in zip(held, owned, strict=True)])
     if min(owned) < width:
-        o.masked_fill_((torch.arange(width) >= torch.tensor(owned)[:, None])[:, :, None, None], 0.0)
-    return o.to(qkv.dtype)
+        o[np.arange(width) >= np.array(owned)[:, None]] = 0.0
+    return torch.from_numpy(o).to(qkv.dtype)
 
 
 gdn_step = Op(

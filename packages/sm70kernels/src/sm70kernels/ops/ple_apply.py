@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from sm70kernels import inputs
-from sm70kernels import window as windows
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 from sm70kernels.rows import TILE, linear, row_sum, sigmoid, silu
 from sm70kernels.streams import rounded, stored, stream_norm
@@ -41,15 +40,17 @@ def _decode(
     requests, (m, channels) = slot.shape[0], c.shape
     if m % max(requests, 1) or (m and not requests):
         raise ValueError(f"ple_apply: h axis 0: M={m} is not a multiple of slot axis 0: N={requests}; decode rows are N x T")
-    if m == 0:
-        return c.float(), torch.zeros(0, dtype=torch.bool)
-    width = m // requests
-    extended = windows.joined(history[None], c.view(1, requests, width, channels), slot, fresh)
-    taken = [count if held >= 0 else 0 for held, count in zip(slot.tolist(), rows.tolist(), strict=True)]
+    width = m // max(requests, 1)
+    past = history.index_select(0, slot.clamp(min=0)).masked_fill_(fresh.bool().view(-1, 1, 1), 0.0)
+    extended = torch.cat([past, c.view(requests, width, channels)], dim=1)
+    taken = rows.masked_fill(slot < 0, 0)
     if write:
-        windows.store(history[None], extended, [held if count else -1 for held, count in zip(slot.tolist(), taken, strict=True)], taken)
-    owned = torch.tensor([t < count for count in taken for t in range(width)])
-    return _taps(extended[0].float(), taps, dilation).view(m, channels), owned
+        movers = taken.nonzero().squeeze(1)
+        first = movers * extended.shape[1] + taken[movers]
+        latest = extended.flatten(0, 1)[first.unsqueeze(1) + torch.arange(history.shape[1])]
+        history.index_copy_(0, slot[movers].long(), latest)
+    owned = torch.arange(width) < taken.unsqueeze(1)
+    return _taps(extended.float(), taps, dilation).view(m, channels), owned.view(m)
 
 
 def _prefill(
@@ -57,15 +58,15 @@ def _prefill(
 ) -> tuple[Tensor, Tensor]:
     """Rows in slices: the same results as :func:`_decode`."""
     conv, owned = torch.zeros(c.shape, dtype=torch.float32), torch.zeros(c.shape[0], dtype=torch.bool)
-    for i, (held, first, count) in enumerate(zip(slot.tolist(), start.tolist(), rows.tolist(), strict=True)):
+    for held, first, count, anew in zip(slot.tolist(), start.tolist(), rows.tolist(), fresh.tolist(), strict=True):
         if held < 0 or count == 0:
             continue
         mine = slice(first, first + count)
-        extended = windows.joined(history[None], c[None, None, mine], slot[i : i + 1], fresh[i : i + 1])
-        conv[mine] = _taps(extended[0, 0].float(), taps, dilation)
+        extended = torch.cat([torch.zeros_like(history[held]) if anew else history[held], c[mine]])
+        conv[mine] = _taps(extended.float(), taps, dilation)
         owned[mine] = True
         if write:
-            windows.store(history[None], extended, [held], [count])
+            history[held] = extended[count:]
     return conv, owned
 
 

@@ -1,0 +1,213 @@
+"""serve: check everything that needs no weights, then start the engine and answer HTTP until told to stop.
+
+Exit codes: 0 after a requested stop, 5 when the engine dies while loading, 1 when it dies later. Configuration errors are raised
+before anything is loaded.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+
+from revolta_serve.api.app import create_app
+from revolta_serve.cache.capacity import Capacity, capacity
+from revolta_serve.config import ApiConfig, ServeConfig
+from revolta_serve.engine.client import EngineClient
+from revolta_serve.errors import ConfigError, EngineUnavailableError
+from revolta_serve.model.model_config import ModelConfig
+from revolta_serve.profile import Loaded
+from revolta_serve.text.chat_template import ChatTemplate
+from revolta_serve.text.defaults import GenerationDefaults
+from revolta_serve.text.tokenizer import Tokenizer
+from revolta_serve.weights.index import CheckpointIndex
+
+log = logging.getLogger(__name__)
+
+DIED_LOADING, DIED_SERVING = 5, 1
+FLUSH_SECONDS = 3
+"""How long open responses may take to deliver their last event once the engine is gone."""
+
+Guest = Callable[[str, float], Awaitable[None]]
+"""Called once with the server's URL and the seconds it took to load; the server stops when it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A configuration that can work with its checkpoint, and everything of the checkpoint but the weights."""
+
+    config: ServeConfig
+    plan: Capacity
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: GenerationDefaults
+
+
+def check(config: ServeConfig) -> Checked:
+    """Read what needs no weights. Raises ConfigError or CheckpointError."""
+    path = config.model.path
+    if not os.path.isdir(path):
+        raise ConfigError(f"model directory {path!r} does not exist; give the directory that holds config.json")
+    model = ModelConfig.load(path)
+    config = config.resolve(model)
+    CheckpointIndex.open(path)
+    tokenizer = Tokenizer.load(path)
+    return Checked(config, capacity(config, model), tokenizer, ChatTemplate.load(path, tokenizer), GenerationDefaults.load(path))
+
+
+def bind(api: ApiConfig) -> socket.socket:
+    """Take the port before anything is loaded. Raises ConfigError when it is taken or not ours."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(api.host, api.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"api.host={api.host!r} is no address of this machine ({error.strerror or error})") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {api.host} port {api.port} ({reason}); free it or choose another with --port") from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """http://host:port of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(loaded: Loaded, guest: Guest | None = None) -> int:
+    """Run the server; returns the exit code. `guest` is for a caller that wants to use it once. Raises ConfigError, CheckpointError."""
+    checked = check(loaded.config)
+    config = checked.config
+    level = config.api.log_level.upper()
+    logging.basicConfig(level=level, format="%(levelname)s %(asctime)s api %(name)s: %(message)s", stream=sys.stderr)
+    for chatty in ("httpx", "httpcore", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    with contextlib.closing(bind(config.api)) as listener:
+        for path, shown, source in loaded.table():
+            if source != "default":
+                log.info("config: %s = %s (%s)", path, shown, source)
+        log.info("config: digest %s", config.digest())
+        print(checked.plan.describe(), flush=True)
+        if not config.api.keys and not _is_loopback(config.api.host):
+            log.warning("api: anyone who reaches %s may use this server; set --api-key or REVOLTA_API_KEY", config.api.host)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Serving(checked, listener, guest).run())
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to us: its own handling ends the process by the signal, we end by an exit code after a drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Serving:
+    """One run of the server: an engine, a listener, and whoever ends them."""
+
+    def __init__(self, checked: Checked, listener: socket.socket, guest: Guest | None) -> None:
+        self.config, self.listener, self.guest = checked.config, listener, guest
+        self.client = EngineClient(checked.config)
+        app: Starlette = create_app(checked.config, self.client, checked.tokenizer, checked.template, checked.defaults)
+        self.server = _Uvicorn(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=self.config.api.log_level == "debug",
+                server_header=False,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+            )
+        )
+        self.stopping: asyncio.Task[None] | None = None
+        self.began = time.monotonic()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        await self.client.start()
+        serving = asyncio.create_task(self.server.serve(sockets=[self.listener]))
+        print(f"listening on {url_of(self.listener)} while the model loads", flush=True)
+        main = asyncio.create_task(self._live())
+        try:
+            await asyncio.wait({serving, main}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done() and not main.done():
+                serving.result()
+            return await main
+        finally:
+            await self.client.close()
+            self.server.should_exit = True
+            await serving
+
+    async def _live(self) -> int:
+        """From loading to the end of the engine; returns the exit code."""
+        try:
+            reports = await self.client.ready()
+        except EngineUnavailableError as error:
+            if self.stopping is not None:
+                return 0
+            print(f"revolta-serve: error: {error.message}", file=sys.stderr)
+            return DIED_LOADING
+        seconds = time.monotonic() - self.began
+        weights = sum(report.weight_bytes for report in reports) / (1 << 20)
+        print(f"ready after {seconds:.1f} s: {', '.join(self.config.served_names)}, {weights:,.0f} MiB of weights", flush=True)
+        visit = asyncio.create_task(self._visit(seconds)) if self.guest is not None else None
+        code = await self.client.closed()
+        if visit is not None:
+            visit.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await visit
+        if self.stopping is not None and code == 0:
+            return 0
+        print(f"revolta-serve: error: {self.client.reason}; the server ends", file=sys.stderr)
+        return DIED_SERVING
+
+    async def _visit(self, seconds: float) -> None:
+        assert self.guest is not None
+        try:
+            await self.guest(url_of(self.listener), seconds)
+        finally:
+            if self.stopping is None:
+                self._on_signal()
+
+    def _on_signal(self) -> None:
+        """First: drain, answering 503 to what is new. Again: end at once."""
+        if self.stopping is None:
+            log.info("stopping: running requests have %g s", self.config.api.shutdown_timeout)
+            self.stopping = asyncio.create_task(self._stop())
+        else:
+            self.server.force_exit = True
+            self.stopping = asyncio.create_task(self._kill())
+
+    async def _stop(self) -> None:
+        await self.client.drain(self.config.api.shutdown_timeout)
+
+    async def _kill(self) -> None:
+        await self.client.close()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False

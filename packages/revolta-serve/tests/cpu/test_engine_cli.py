@@ -1,0 +1,278 @@
+"""The command line with a real tiny checkpoint: errors before loading, one server from start to SIGTERM, one killed, one demo."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from revolta_serve import cli, profile
+from revolta_serve.commands.doctor import doctor, findings, requirement, satisfies
+from revolta_serve.commands.serve import bind, check, url_of
+from revolta_serve.config import ApiConfig
+from revolta_serve.engine.client import EngineClient
+from revolta_serve.errors import ConfigError
+from revolta_serve.types import GenerateRequest, SamplingParams
+from revolta_serve.weights.tiny import make_tiny
+from safetensors.torch import load_file, save_file
+
+PROGRAM = (sys.executable, "-P", "-m", "revolta_serve.cli")
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny(directory, layers=4, max_positions=1024, seed=5)
+    return directory
+
+
+def run(monkeypatch, capsys, *arguments):
+    """The exit code and both outputs of a command run in this process."""
+    monkeypatch.setattr(sys, "argv", ["revolta-serve", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out, err = capsys.readouterr()
+    return caught.value.code or 0, out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "nowhere"], "model directory 'nowhere' does not exist"),
+        (["serve", "{empty}"], "config.json"),
+        (["serve", "{tiny}", "--max-model-len", "99999"], "max_model_len=99999 is more than the checkpoint's 1024"),
+        (["serve", "{tiny}", "--set", "cache.num_blokcs=3"], "cache.num_blokcs is not a field of [cache]; did you mean num_blocks?"),
+        (["serve", "{tiny}", "--max-num-batched-tokens", "64"], "leaves no prompt chunk of 64"),
+        (["serve", "{tiny}", "--tensor-parallel-size", "3"], "tensor parallel size is 3"),
+        (["serve", "{tiny}", "--kv-cache-memory-bytes", "5000"], "use at least"),
+        (["serve", "{tiny}", "--dtype", "bfloat16"], "--dtype: model.dtype='bfloat16' is none of float32, float16"),
+        (["serve", "{tiny}", "--profile", "v100"], "profile 'v100' does not exist"),
+        (["serve", "{tiny}", "--host", "no.such.host.invalid"], "is no address of this machine"),
+        (["serve", "{tiny}", "--port", "{taken}"], "cannot listen on 127.0.0.1 port"),
+        (["generate", "{tiny}"], "needs one of --prompt and --token-ids"),
+        (["generate", "{tiny}", "--token-ids", "1,x"], "is not a list of numbers"),
+        (["generate", "{tiny}", "--token-ids", "1,99999"], "99999 is no token of this model"),
+        (["generate", "{tiny}", "--prompt", "a", "--set", "parallel.tensor=2"], "generate runs in one process"),
+        (["make-tiny", "{empty}", "--set", "layrs=2"], "there is no field 'layrs'; did you mean layers?"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2_before_anything_is_loaded(monkeypatch, capsys, tmp_path, tiny, arguments, message):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        values = {"tiny": tiny, "empty": tmp_path, "taken": other.getsockname()[1]}
+        code, _, err = run(monkeypatch, capsys, *(argument.format(**values) for argument in arguments))
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert err.startswith("revolta-serve: error: ")
+
+
+def test_help_is_quick_and_loads_nothing_heavy():
+    code = "import sys; from revolta_serve import cli; print([m for m in ('torch', 'starlette', 'uvicorn', 'zmq') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_api_process_does_not_import_torch():
+    code = "import sys; from revolta_serve.commands import serve; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_the_key_of_the_environment_is_used_unless_a_flag_gives_one(monkeypatch):
+    monkeypatch.setenv("REVOLTA_API_KEY", "sesame")
+    assert cli._load("cpu", "m", {}, None).config.api.keys == ("sesame",)
+    assert cli._load("cpu", "m", {"api.keys": ("other",)}, None).config.api.keys == ("other",)
+    monkeypatch.delenv("REVOLTA_API_KEY")
+    assert cli._load("cpu", "m", {}, None).config.api.keys == ()
+
+
+def test_a_port_of_zero_is_a_free_one_and_ipv6_has_brackets():
+    with bind(ApiConfig(port=0)) as listener:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url_of(listener))
+        with pytest.raises(ConfigError, match="choose another with --port"):
+            bind(ApiConfig(port=listener.getsockname()[1]))
+    with bind(ApiConfig(host="::1", port=0)) as listener:
+        assert url_of(listener).startswith("http://[::1]:")
+
+
+def test_generate_prints_and_writes_logits(monkeypatch, capsys, tiny, tmp_path):
+    path = tmp_path / "out.safetensors"
+    ids = ",".join(map(str, PROMPT))
+    with pytest.MonkeyPatch.context() as patch:
+        code, out, err = run(patch, capsys, "generate", tiny, "--token-ids", ids, "--max-tokens", 6, "--ignore-eos", "--logits", path)
+    assert code == 0
+    tokens = [int(item) for item in out.strip().split(",")]
+    saved = load_file(path)
+    assert saved["tokens"].tolist() == tokens == saved["logits"].argmax(1).tolist()
+    assert saved["prompt"].tolist() == PROMPT
+    assert "4 prompt tokens, 6 generated" in err
+    code, out, _ = run(monkeypatch, capsys, "generate", tiny, "--prompt", "hello", "--max-tokens", 3, "--temperature", 1, "--seed", 3)
+    assert code == 0
+    assert out.endswith("\n")
+
+
+class Server:
+    """revolta-serve in a process of its own, with its output in files."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.out, self.err = folder / "out", folder / "err"
+        with open(self.out, "w") as out, open(self.err, "w") as err:
+            self.process = subprocess.Popen([*PROGRAM, *arguments], stdout=out, stderr=err)
+
+    def wait_for(self, pattern: str, seconds: float = 90) -> str:
+        """The first group of a pattern that must appear on standard output."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.out.read_text())):
+            assert self.process.poll() is None, self.err.read_text()
+            assert time.monotonic() < deadline, "it did not appear in time"
+            time.sleep(0.02)
+        return found[1]
+
+    def engine(self) -> int:
+        """Process id of the engine: the server's only child."""
+        (pid,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(pid)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tiny, tmp_path):
+    running = Server(tmp_path, "serve", str(tiny), "--port", "0", "--set", "engine.heartbeat_interval=0.1")
+    yield running
+    running.end()
+
+
+def stream(url, **fields):
+    body = {"prompt": PROMPT, "max_tokens": 900, "stream": True, "ignore_eos": True, **fields}
+    return httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60)
+
+
+def test_a_server_from_start_to_sigterm(server, tiny, capsys):
+    url = server.wait_for(r"listening on (http://\S+)")
+    health = httpx.get(f"{url}/health")
+    assert (health.status_code, health.json()["phase"]) == (503, "starting"), "answers while the model loads"
+    server.wait_for(r"(ready after) ")
+    assert httpx.get(f"{url}/ready").status_code == 200
+    assert "state slots" in server.out.read_text()
+
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    choice = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    with pytest.MonkeyPatch.context() as patch:
+        _, out, _ = run(
+            patch, capsys, "generate", tiny, "--token-ids", ",".join(map(str, PROMPT)), "--max-tokens", 6, "--ignore-eos"
+        )  # fmt: skip
+    assert choice["token_ids"] == [int(item) for item in out.strip().split(",")], "the server and the command line say the same"
+
+    with stream(url) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert server.process.wait(15) == 0
+
+
+def test_kill_9_of_the_engine_ends_the_server_with_an_error(server):
+    url = server.wait_for(r"listening on (http://\S+)")
+    server.wait_for(r"(ready after) ")
+    engine = server.engine()
+    with stream(url) as response:
+        lines = response.iter_lines()
+        next(lines)
+        began = time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        rest = [line for line in lines if line]
+    assert time.monotonic() - began < 5
+    assert rest[-1] == "data: [DONE]"
+    assert "SIGKILL" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+    assert server.process.wait(10) == 1
+    assert "the server ends" in server.err.read_text()
+
+
+def test_a_checkpoint_that_cannot_be_loaded_exits_5(tmp_path):
+    directory = tmp_path / "broken"
+    make_tiny(directory, layers=4)
+    weights = directory / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"][3, 5] = float("nan")  # found only when it is read
+    save_file(tensors, weights)
+    server = Server(tmp_path, "serve", str(directory), "--port", "0")
+    try:
+        assert server.process.wait(60) == 5
+    finally:
+        server.end()
+    error = server.err.read_text()
+    assert "not finite" in error
+    assert "Traceback" not in error
+
+
+def test_two_ranks_answer_like_one(tiny):
+    """The real runner behind real channels: both ranks get every plan, and the tokens are those of one rank."""
+
+    async def answer(tensor):
+        checked = check(profile.load("cpu", {"model.path": str(tiny), "parallel.tensor": tensor}).config)
+        client = EngineClient(checked.config)
+        await client.start()
+        try:
+            assert [report.rank for report in await client.ready()] == list(range(tensor))
+            request = GenerateRequest(id="a", prompt=tuple(range(100)), max_tokens=8, sampling=SamplingParams(temperature=0.0))
+            return [token async for output in await client.submit(request) for token in output.tokens]
+        finally:
+            await client.close()
+
+    assert asyncio.run(answer(2)) == asyncio.run(answer(1))
+
+
+def test_the_demo_shows_an_answer_and_its_numbers(tmp_path):
+    server = Server(tmp_path, "demo", "--max-tokens", "8")
+    try:
+        assert server.process.wait(120) == 0, server.err.read_text()
+    finally:
+        server.end()
+    out = server.out.read_text()
+    assert "question: What does a V100 do all day?" in out
+    assert re.search(r"load [\d.]+ s \| first token \d+ ms \| \d+ tokens/s \| [\d.]+ ms/step \| 8 tokens, finish length", out)
+    assert "Random weights print noise" in out
+
+
+def test_doctor_reports_every_area_and_its_exit_code_says_if_one_fails(capsys):
+    found = list(findings())
+    assert {finding.name for finding in found} >= {"python", "packages", "processes", "sockets", "torch", "rows", "gpu", "nvrtc"}
+    assert all(finding.fix for finding in found if finding.state != "ok")
+    assert doctor() == (3 if any(finding.state == "FAIL" for finding in found) else 0)
+    assert "matrix products are independent" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("version", "ranges", "fine"),
+    [
+        ("2.13.0+cpu", [">=2.10", "<2.14"], True),
+        ("2.9", [">=2.10"], False),
+        ("2.14.0", ["<2.14"], False),
+        ("4.1.0", [">=3", "<4"], False),
+        ("3.0", ["==3"], True),
+        ("1.0rc1", [">=1"], True),
+        ("1.5", ["~=1.2"], True),
+        ("2.0", ["~=1.2"], False),
+        ("1.0", ["===1.0"], False),
+    ],
+)
+def test_version_ranges(version, ranges, fine):
+    assert satisfies(version, ranges) == fine
+
+
+def test_requirements_are_split():
+    assert requirement("torch<2.14,>=2.10") == ("torch", ["<2.14", ">=2.10"])
+    assert requirement("sm70kernels") == ("sm70kernels", [])

@@ -1,0 +1,118 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from sm70kernels.ops.gdn_conv import gdn_conv
+from sm70kernels.testing import clone, conforms, same_bits
+
+
+def naive(
+    x: Tensor, weight: Tensor, window: Tensor, slot: Tensor, start: Tensor, rows: Tensor, fresh: Tensor, kind: str, write: bool
+) -> Tensor:
+    y = torch.zeros_like(x)
+    taps = weight.shape[1]
+    for i in range(slot.shape[0]):
+        s, count = int(slot[i]), int(rows[i])
+        if s < 0:
+            continue
+        first = i * (x.shape[0] // slot.shape[0]) if kind == "decode" else int(start[i])
+        for c in range(x.shape[1]):
+            seen = [0.0 if fresh[i] else float(v) for v in window[s, :, c]]
+            for t in range(first, first + count):
+                seen.append(float(x[t, c]))
+                total = sum(float(weight[c, j]) * seen[len(seen) - taps + j] for j in range(taps))
+                y[t, c] = total / (1.0 + math.exp(-total))
+            if write and count:
+                window[s, :, c] = torch.tensor(seen[len(seen) - taps + 1 :], dtype=window.dtype)
+    return y
+
+
+test_matches_naive = conforms(gdn_conv, naive, examples=12)
+
+SIZES = {"M": 40, "N": 10, "SL": 12, "C": 20, "KW": 4}
+
+
+def vector(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def decode(seed: int = 0, **changed: object) -> dict[str, object]:
+    """Ten requests of four rows, all active, in slots 0 .. 9."""
+    made = gdn_conv.make(SIZES, seed)
+    made |= {"slot": torch.arange(10, dtype=torch.int32), "rows": torch.full((10,), 4, dtype=torch.int32)}
+    return made | {"fresh": torch.zeros(10, dtype=torch.int32), "kind": "decode", "write": True} | changed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_request_alone_has_the_bits_it_has_in_any_batch(dtype: torch.dtype) -> None:
+    call = decode()
+    call = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
+    call["rows"] = torch.randint(0, 5, (10,), generator=torch.Generator().manual_seed(3)).int()
+    together = clone(call)
+    y = gdn_conv(**together)
+    for i in range(10):
+        one = clone(call) | {"x": call["x"][4 * i : 4 * i + 4].contiguous()}
+        one |= {name: call[name][i : i + 1].clone() for name in ("slot", "start", "rows", "fresh")}
+        assert same_bits(gdn_conv(**one), y[4 * i : 4 * i + 4])
+        assert same_bits(one["window"][i], together["window"][i])
+
+
+def test_prefill_cut_anywhere_equals_whole_and_equals_decode() -> None:
+    x = torch.randn(90, 20, generator=torch.Generator().manual_seed(5))
+    weight, empty = torch.randn(20, 4), torch.full((2, 3, 20), float("nan"))
+
+    def run(cuts: list[int], kind: str) -> tuple[Tensor, Tensor]:
+        window, parts = empty.clone(), []
+        for first, last in zip([0, *cuts], [*cuts, 90], strict=True):
+            new = vector(int(first == 0))
+            parts.append(gdn_conv(x[first:last], weight, window, vector(1), vector(0), vector(last - first), new, kind, True))
+        return torch.cat(parts), window[1]
+
+    whole = run([], "prefill")
+    for cuts in ([64], [1, 2, 3], [2, 66], [89]):
+        assert same_bits(run(cuts, "prefill"), whole)
+    assert same_bits(run([7, 8, 40], "decode"), whole)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_short_sequences_shift_the_window(count: int) -> None:
+    window = torch.arange(3.0).view(1, 3, 1).expand(1, 3, 20).contiguous()
+    x = 10.0 + torch.arange(float(count)).view(-1, 1).expand(count, 20).contiguous()
+    gdn_conv(x, torch.randn(20, 4), window, vector(0), vector(0), vector(count), vector(0), "prefill", True)
+    assert window[0, :, 0].tolist() == ([0.0, 1.0, 2.0] + [10.0 + t for t in range(count)])[-3:]
+
+
+def test_only_active_written_slots_change() -> None:
+    call = decode(slot=vector(3, -1, 0, 1, -1, 7, 8, 9, 10, 11), rows=vector(4, 4, 0, 2, 0, 1, 3, 4, 4, 4))
+    before = call["window"].clone()
+    y = gdn_conv(**call)
+    changed = {s for s in range(12) if not torch.equal(before[s], call["window"][s])}
+    assert changed == {3, 1, 7, 8, 9, 10, 11}
+    y = y.view(10, 4, 20)
+    assert not y[1].any() and not y[2].any() and not y[4].any() and not y[3, 2:].any() and y[3, :2].all()
+    call = decode(write=False)
+    before = call["window"].clone()
+    gdn_conv(**call)
+    assert torch.equal(before, call["window"])
+
+
+def test_a_fresh_request_does_not_read_its_slot() -> None:
+    clean, dirty = decode(fresh=torch.ones(10, dtype=torch.int32)), decode(fresh=torch.ones(10, dtype=torch.int32))
+    dirty["window"].fill_(float("nan"))
+    assert same_bits(gdn_conv(**clean), gdn_conv(**dirty))
+    assert same_bits(clean["window"][:10], dirty["window"][:10])
+
+
+def test_nan_stays_in_its_request() -> None:
+    call = decode()
+    call["x"][4:8] = float("nan")
+    y = gdn_conv(**call).view(10, 4, 20)
+    assert y[1].isnan().all() and not y[[0, *range(2, 10)]].isnan().any()
+
+
+def test_decode_rows_that_are_no_rectangle_are_refused() -> None:
+    call = decode()
+    with pytest.raises(ValueError, match="M=39 is not a multiple of slot axis 0: N=10"):
+        gdn_conv(**call | {"x": call["x"][:39]})
