@@ -53,14 +53,13 @@ test-kernels: $(FULL) ## Test every op of sm70kernels against its definition (4 
 test-full: $(FULL) ## Run the sweeps and long runs that make test leaves out (25 minutes)
 	@$(TIER) full $(ARGS)
 
+# All of them run, whatever fails first: one look shows everything there is to mend.
+CHECKS := "ruff check packages ci bench" "mypy" "mypy --strict $(sort $(wildcard ci/*.py))" "python ci/check_layers.py" \
+  "python ci/check_ops.py" "python ci/check_bans.py" "python ci/check_size.py"
+
 check: $(FULL) ## Lint, check types, import arrows, op files, bans and sizes
-	$(BIN)/ruff check packages ci bench
-	$(BIN)/mypy
-	$(BIN)/mypy --strict $(sort $(wildcard ci/*.py))
-	$(BIN)/python ci/check_layers.py
-	$(BIN)/python ci/check_ops.py
-	$(BIN)/python ci/check_bans.py
-	$(BIN)/python ci/check_size.py
+	@failed=; for command in $(CHECKS); do echo "$$command"; $(BIN)/$$command || failed="$$failed [$$command]"; done; \
+	  test -z "$$failed" || { echo "check: failed:$$failed"; exit 1; }
 
 size: $(SERVE) ## Print lines and files by folder, config fields, reads of the environment
 	@$(BIN)/python ci/check_size.py --table

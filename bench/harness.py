@@ -30,7 +30,8 @@ def commit() -> str:
 def save(path: Path, result: dict[str, Any]) -> None:
     """Write a result with its machine line, commit and date."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine_line(result.get("threads", 1))}
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    record = {"commit": commit(), "date": when, "machine": machine_line(result.get("threads", 1))}
     path.write_text(json.dumps({**record, **result}, indent=1) + "\n", encoding="utf-8")
 
 

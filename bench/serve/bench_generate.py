@@ -29,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx
 import torch
-from harness import machine_line, save
-from server import running_server
 
+from harness import machine_line, save
 from revolta_serve.cache.capacity import capacity
 from revolta_serve.config import ModelSource, ParallelConfig, ServeConfig
 from revolta_serve.engine.core import limits
@@ -40,6 +39,7 @@ from revolta_serve.runner.runner import Runner
 from revolta_serve.scheduler.scheduler import Scheduler
 from revolta_serve.types import GenerateRequest, SamplingParams
 from revolta_serve.weights.tiny import make_tiny
+from server import running_server
 
 PROMPT = 64
 WIDTHS = (1, 8)
@@ -169,7 +169,8 @@ def main() -> int:
         ratios = {name: medians["transformers"][w] / medians[name][w] for name in ("engine", "server")}
         missed |= ratios["server"] < GOALS[width]
         print(f"{width} at once: {row}   engine {ratios['engine']:.1f}x, server {ratios['server']:.1f}x (goal {GOALS[width]:.0f}x)")
-    save(arguments.out.with_suffix(".json"), {"threads": arguments.threads, "tokens": arguments.tokens, "ms_per_step": times, "median_ms": medians})
+    result = {"threads": arguments.threads, "tokens": arguments.tokens, "ms_per_step": times, "median_ms": medians}
+    save(arguments.out.with_suffix(".json"), result)
     plot(arguments.out.with_suffix(".png"), medians)
     return int(missed)
 

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-import check_bans
 import pytest
+
+import check_bans
 
 ROOT = Path(__file__).resolve().parents[2]
 BANS = {ban.id: ban for ban in check_bans.read_bans((ROOT / check_bans.CONFIG).read_text())}

@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import check_layers
 import pytest
+
+import check_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = "packages/revolta-serve/src/revolta_serve"

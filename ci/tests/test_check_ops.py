@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import check_ops
 import pytest
+
+import check_ops
 
 OP = '"""{name}: adds.\n\nMore.\n"""\n{imports}\ndef reference(x):\n    return x\n\n\n{name} = Op("{name}", reference=reference{launch})\n'
 TRITON = "import triton\n\n\n@triton.jit\ndef kernel(x):\n    pass\n"

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import check_size
 import pytest
+
+import check_size
 
 SERVE = "packages/revolta-serve/src/revolta_serve"
 

@@ -3,10 +3,11 @@
 import tomllib
 from pathlib import Path
 
-import check_python
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import check_python
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ("cpu-py311", "v100-py312")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+
 from sm70kernels.testing import poisoned_memory
 
 

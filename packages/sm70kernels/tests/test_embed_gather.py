@@ -1,9 +1,10 @@
 """embed_gather against its definition: copy the row of a token of this shard, zero for any other id."""
 
 import torch
+from torch import Tensor
+
 from sm70kernels import embed_gather
 from sm70kernels.testing import conforms, rows_independent
-from torch import Tensor
 
 
 def naive(ids: Tensor, table: Tensor, vocab_start: int) -> Tensor:

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def vector(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def decode(seed: int = 0, **changed: object) -> dict[str, object]:
+def decode(seed: int = 0, **changed: Any) -> dict[str, Any]:
     """Ten requests of four rows, all active, in slots 0 .. 9."""
     made = gdn_conv.make(SIZES, seed)
     made |= {"slot": torch.arange(10, dtype=torch.int32), "rows": torch.full((10,), 4, dtype=torch.int32)}
@@ -91,7 +92,11 @@ def test_only_active_written_slots_change() -> None:
     changed = {s for s in range(12) if not torch.equal(before[s], call["window"][s])}
     assert changed == {3, 1, 7, 8, 9, 10, 11}
     y = y.view(10, 4, 20)
-    assert not y[1].any() and not y[2].any() and not y[4].any() and not y[3, 2:].any() and y[3, :2].all()
+    assert not y[1].any()
+    assert not y[2].any()
+    assert not y[4].any()
+    assert not y[3, 2:].any()
+    assert y[3, :2].all()
     call = decode(write=False)
     before = call["window"].clone()
     gdn_conv(**call)
@@ -109,7 +114,8 @@ def test_nan_stays_in_its_request() -> None:
     call = decode()
     call["x"][4:8] = float("nan")
     y = gdn_conv(**call).view(10, 4, 20)
-    assert y[1].isnan().all() and not y[[0, *range(2, 10)]].isnan().any()
+    assert y[1].isnan().all()
+    assert not y[[0, *range(2, 10)]].isnan().any()
 
 
 def test_decode_rows_that_are_no_rectangle_are_refused() -> None:

@@ -62,7 +62,7 @@ def call(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
 
 def stepped(made: dict[str, Any], rows: Tensor) -> Tensor:
     """The pool as gdn_step(write=True) leaves it after `rows` of each request's rows."""
-    pool = made["state"].clone()
+    pool: Tensor = made["state"].clone()
     for layer in range(pool.shape[0]):
         inputs = [made[name][layer] for name in ("qkv", "a", "b", "A_log", "dt_bias")]
         gdn_step(*inputs, pool[layer], made["slot"], rows, True)

@@ -101,7 +101,8 @@ def test_padding_and_write_leave_states_alone() -> None:
     call["state"][17:19] = float("nan")
     before = call["state"].clone()
     o = gdn_step(**call)
-    assert not o[3].any() and not o[5].any()
+    assert not o[3].any()
+    assert not o[5].any()
     unchanged = [s for s in range(20) if same_bits(before[s], call["state"][s])]
     assert unchanged == [0, 3, 5, 16, 17, 18]
     call["state"], call["write"] = before.clone(), False
@@ -115,7 +116,9 @@ def test_nan_stays_in_its_request() -> None:
     call["qkv"][2, 1:] = float("nan")
     o = gdn_step(**call)
     others = [i for i in range(16) if i != 2]
-    assert same_bits(o[others], clean[others]) and same_bits(o[2, 0], clean[2, 0]) and o[2, 1:].isnan().all()
+    assert same_bits(o[others], clean[others])
+    assert same_bits(o[2, 0], clean[2, 0])
+    assert o[2, 1:].isnan().all()
 
 
 def test_edges_of_gates_and_heads() -> None:
@@ -127,8 +130,9 @@ def test_edges_of_gates_and_heads() -> None:
     call["qkv"][5] = 0.0  # zero q, k and v
     expected = clone(call)
     o = gdn_step(**call)
-    assert o.isfinite().all() and call["state"][:6].isfinite().all()
-    wide = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in expected.items()}
+    assert o.isfinite().all()
+    assert call["state"][:6].isfinite().all()
+    wide: dict[str, Any] = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in expected.items()}
     wide["a"][2] = 1e3
     truth = naive(**wide)
     torch.testing.assert_close(o.double(), truth, rtol=1e-4, atol=1e-4)

@@ -2,11 +2,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from sm70kernels.op import ContractError
 from sm70kernels.ops.hyper_inject import hyper_inject
 from sm70kernels.ops.hyper_norm import hyper_norm
 from sm70kernels.testing import DTYPES, conforms, rows_independent, same_bits
-from torch import Tensor
 
 
 def naive(

@@ -1,8 +1,9 @@
 import torch
+from torch import Tensor
+
 from sm70kernels.ops.hyper_mean import hyper_mean
 from sm70kernels.streams import fold
 from sm70kernels.testing import conforms, rows_independent, same_bits
-from torch import Tensor
 
 
 def naive(state: Tensor) -> Tensor:

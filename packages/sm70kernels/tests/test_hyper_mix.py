@@ -2,9 +2,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from sm70kernels.ops.hyper_mix import hyper_mix
 from sm70kernels.testing import conforms, rows_independent, same_bits
-from torch import Tensor
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 import torch
+from torch import Tensor
+
 from sm70kernels.ops.hyper_norm import hyper_norm
 from sm70kernels.testing import conforms, rows_independent, same_bits
-from torch import Tensor
 
 
 def naive(state: Tensor, weight: Tensor, eps: float) -> Tensor:

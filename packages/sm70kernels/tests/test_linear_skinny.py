@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from sm70kernels import linear_skinny
 from sm70kernels.testing import conforms, rows_independent, same_bits
-from torch import Tensor
 
 
 def naive(x: Tensor, w: Tensor) -> Tensor:

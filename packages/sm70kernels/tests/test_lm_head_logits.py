@@ -1,9 +1,10 @@
 """lm_head_logits against its definition: float32 dot products, not rounded to the activation dtype."""
 
 import torch
+from torch import Tensor
+
 from sm70kernels import lm_head_logits
 from sm70kernels.testing import conforms, rows_independent, same_bits
-from torch import Tensor
 
 
 def naive(x: Tensor, w: Tensor) -> Tensor:

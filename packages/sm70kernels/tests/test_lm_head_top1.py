@@ -1,9 +1,10 @@
 """lm_head_top1 against its definition: scan tokens upwards, take over only on a strictly larger logit."""
 
 import torch
+from torch import Tensor
+
 from sm70kernels import lm_head_logits, lm_head_top1
 from sm70kernels.testing import conforms, rows_independent
-from torch import Tensor
 
 NAN, INF = float("nan"), float("inf")
 

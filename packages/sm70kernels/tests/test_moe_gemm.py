@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from sm70kernels import experts
 from sm70kernels.ops.moe_gemm import moe_gemm
 from sm70kernels.ops.moe_qpn import moe_qpn
 from sm70kernels.testing import DTYPES, clone, conforms, rows_independent, same_bits
-from torch import Tensor
 
 
 def silu(x: Tensor) -> Tensor:

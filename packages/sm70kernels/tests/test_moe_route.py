@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from sm70kernels.op import ContractError
 from sm70kernels.ops.moe_route import moe_route
 from sm70kernels.testing import DTYPES, conforms, rows_independent
-from torch import Tensor
 
 INF, NAN = math.inf, math.nan
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from sm70kernels.ops.ple_apply import ple_apply
 from sm70kernels.testing import DTYPES, clone, conforms, same_bits
-from torch import Tensor
 
 S, E, KW, DILATION, HL, SLOTS = 4, 24, 4, 3, 9, 6
 

@@ -1,7 +1,8 @@
 import torch
+from torch import Tensor
+
 from sm70kernels.ops.ple_gather import ple_gather
 from sm70kernels.testing import conforms, rows_independent, same_bits
-from torch import Tensor
 
 
 def naive(rows: Tensor, table: Tensor, row_start: int) -> Tensor:

@@ -1,8 +1,9 @@
 import pytest
 import torch
+from torch import Tensor
+
 from sm70kernels.ops.ple_hash import ple_hash
 from sm70kernels.testing import conforms, rows_independent
-from torch import Tensor
 
 EOS = 248044
 MULTIPLIERS = [23703573157769, 20109073645365, 8052911324071]

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from sm70kernels import rms_norm
 from sm70kernels.testing import conforms, rows_independent, same_bits
-from torch import Tensor
 
 
 def naive(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:

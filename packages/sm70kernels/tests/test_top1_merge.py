@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
+
 from sm70kernels import top1_merge
 from sm70kernels.testing import conforms, rows_independent, same_bits
-from torch import Tensor
 
 NAN, INF = float("nan"), float("inf")
 

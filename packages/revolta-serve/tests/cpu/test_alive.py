@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.drive import full_pass, load
 
 from revolta_serve.model.flash_next import FlashNext
 from revolta_serve.model.gdn import GatedDeltaNet
 from revolta_serve.model.qsa import SparseAttention
 from revolta_serve.weights.tiny import make_tiny
+from support.drive import full_pass, load
 
 CONFIGS = {
     "default": dict(seed=0),

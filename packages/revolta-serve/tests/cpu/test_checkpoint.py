@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.weights.checkpoint import load
 from revolta_serve.weights.index import CheckpointIndex
 from revolta_serve.weights.tiny import make_tiny
-from safetensors.torch import load_file
-from torch import Tensor
 
 SHAPE: dict[str, Any] = {
     "layers": 4, "hidden": 32, "heads": 8, "kv_heads": 2, "head_dim": 16, "index_dim": 16, "gdn_key_heads": 4, "gdn_value_heads": 8,

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from revolta_serve.errors import CheckpointError, ConfigError
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.weights.checkpoint import load
 from revolta_serve.weights.header import read_header
 from revolta_serve.weights.tiny import make_tiny, write_weights
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 SHAPE: dict[str, Any] = {"layers": 2, "interval": 2, "hidden": 32, "experts": 4, "tokens": 300, "ngram_base": 53, "ple_layers": (1,)}
 PREFIX = "model.language_model."

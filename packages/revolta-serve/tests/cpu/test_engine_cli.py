@@ -13,6 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
+
 from revolta_serve import cli, profile
 from revolta_serve.commands.doctor import doctor, findings, requirement, satisfies
 from revolta_serve.commands.serve import bind, check, url_of
@@ -21,7 +23,6 @@ from revolta_serve.engine.client import EngineClient
 from revolta_serve.errors import ConfigError
 from revolta_serve.types import GenerateRequest, SamplingParams
 from revolta_serve.weights.tiny import make_tiny
-from safetensors.torch import load_file, save_file
 
 PROGRAM = (sys.executable, "-P", "-m", "revolta_serve.cli")
 PROMPT = [5, 6, 7, 8]
@@ -81,8 +82,8 @@ def test_help_is_quick_and_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-def test_the_api_process_does_not_import_torch():
-    code = "import sys; from revolta_serve.commands import serve; print('torch' in sys.modules)"
+def test_neither_the_api_process_nor_the_engine_without_its_worker_imports_torch():
+    code = "import sys; from revolta_serve.commands import serve; from revolta_serve.engine import process; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 

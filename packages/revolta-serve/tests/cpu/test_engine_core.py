@@ -5,6 +5,7 @@ import time
 from collections import deque
 
 import pytest
+
 from revolta_serve.engine.channel import LocalChannel
 from revolta_serve.engine.core import MOST_FAILURES, EngineCore
 from revolta_serve.engine.messages import Abort, Admitted, Drain, Failed, Outputs, Refused, Submit

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from revolta_serve.cache.capacity import capacity
 from revolta_serve.config import ModelSource, ParallelConfig, ServeConfig
 from revolta_serve.model.pools import allocate

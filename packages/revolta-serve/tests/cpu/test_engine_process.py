@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from revolta_serve.config import EngineConfig, ModelSource, ParallelConfig, ScheduleConfig, ServeConfig
 from revolta_serve.engine.client import EngineClient
 from revolta_serve.errors import ContextLengthError, EngineUnavailableError, QueueFullError, RequestError

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.drive import Request, full_pass, load
-from support.oracle import Oracle, Pass
 
 from revolta_serve.runner.runner import Runner
 from revolta_serve.weights.tiny import make_tiny
+from support.drive import Request, full_pass, load
+from support.oracle import Oracle, Pass
 
 LENGTHS = (1, 2, 3, 5, 63, 64, 65, 127, 130, 300)
 NEW_TOKENS = 64
@@ -22,7 +21,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "wide-heads": dict(seed=2, layers=4, hidden=96, heads=6, kv_heads=1, gdn_key_heads=2, gdn_value_heads=6, index_heads=12, budget=16),
     "two-streams-ratio-8": dict(seed=3, layers=4, streams=2, ratio=8, budget=16, index_heads=16, ple_layers=(1, 2)),
     "bigram-ratio-2": dict(seed=4, layers=4, ngram=2, ratio=2, budget=8, index_heads=12, output_gate="silu"),
-    "four-grams-eos-list": dict(seed=5, layers=5, ngram=4, ngram_heads=2, ple_layers=(3,), eos_list=True, index_heads=16, budget=24, hidden=48, ple_dim=48),
+    "four-grams-eos-list": dict(
+        seed=5, layers=5, ngram=4, ngram_heads=2, ple_layers=(3,), eos_list=True, index_heads=16, budget=24, hidden=48, ple_dim=48
+    ),
     "yarn": dict(seed=6, layers=4, yarn=2.0, max_positions=2048, index_heads=12, budget=16, rank=24),
     "all-sparse-tail": dict(seed=7, layers=8, streams=3, index_heads=12, budget=32, gdn_key_heads=4, gdn_value_heads=4),
 }

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from sm70kernels import rows
-from sm70kernels.op import record
-from support.drive import Request, load
-from support.serving import Trace, limits, request, serve
 from torch import Tensor
 
 from revolta_serve.runner.runner import Runner
 from revolta_serve.scheduler.scheduler import Scheduler
 from revolta_serve.types import GenerateRequest, StepPlan
 from revolta_serve.weights.tiny import make_tiny
+from sm70kernels import rows
+from sm70kernels.op import record
+from support.drive import Request, load
+from support.serving import Trace, limits, request, serve
 
 FILLERS = 4
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
 from revolta_serve.testing import scripted_checkpoint
 from revolta_serve.testing.spelling import Layout, Speller, byte_alphabet
 from revolta_serve.weights.tiny_tokenizer import tokenizer_json
 from support.drive import Request, load
 from support.oracle import Oracle
-from tokenizers import Tokenizer
 
 THINKING = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"
 PLAIN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
 from revolta_serve.errors import ConfigError
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.weights.tiny import make_tiny
 from revolta_serve.weights.tiny_tokenizer import CONTROL_TOKENS, data, tokenizer_json
-from safetensors.torch import load_file
 from support.oracle import Oracle
-from tokenizers import Tokenizer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "default": {},

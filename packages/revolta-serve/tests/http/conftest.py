@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+
 from support.script_engine import ScriptEngine, Server, serving
 from support.text import byte_tokens, tokenizer
 

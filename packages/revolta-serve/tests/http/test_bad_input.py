@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+
 from support.script_engine import Server
 from support.text import tokenizer
 

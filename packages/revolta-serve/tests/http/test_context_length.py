@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from support.script_engine import Server
 
 LIMIT = 512

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from support.script_engine import ScriptEngine, Server, wait_for
 from support.text import byte_tokens
 

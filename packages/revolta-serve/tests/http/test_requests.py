@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from revolta_serve.api.options import choice_seed
 from revolta_serve.types import GenerateRequest, SamplingParams
 from support.script_engine import Server

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+
 from revolta_serve.text.reasoning import ThinkTokens
 from support.script_engine import ScriptEngine, Server, wait_for
 from support.text import byte_tokens, tokenizer

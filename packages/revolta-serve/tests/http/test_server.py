@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from support.script_engine import ScriptEngine, Server, serving
 from support.text import byte_tokens, tokenizer
 

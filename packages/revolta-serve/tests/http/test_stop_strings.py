@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from support.script_engine import ScriptEngine, Server, data_lines, wait_for
 from support.text import byte_tokens, tokenizer
 

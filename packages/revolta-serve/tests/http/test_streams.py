@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from revolta_serve.errors import EngineUnavailableError, QueueFullError
 from support.script_engine import ScriptEngine, Server, data_lines, wait_for
 from support.text import byte_tokens, tokenizer

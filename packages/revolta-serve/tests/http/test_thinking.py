@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from revolta_serve.text.reasoning import ThinkTokens
 from support.script_engine import ScriptEngine, Server, data_lines, serving
 from support.text import byte_tokens, tokenizer

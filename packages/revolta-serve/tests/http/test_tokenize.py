@@ -4,6 +4,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+
 from support.script_engine import Server
 from support.text import oracle, tokenizer
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from revolta_serve.cache.capacity import Capacity, capacity, plan
 from revolta_serve.cache.layout import BLOCK, Layout, Plane, layout
 from revolta_serve.config import CacheConfig, ModelSource, ParallelConfig, ScheduleConfig, ServeConfig

@@ -6,6 +6,7 @@ import threading
 import msgspec
 import pytest
 import zmq
+
 from revolta_serve import errors
 from revolta_serve.engine.channel import LocalChannel, ProcessChannel, Sender, decoder
 from revolta_serve.engine.messages import Abort, Command, Drain, Event, Refused, Submit

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from revolta_serve.errors import CheckpointError, RequestError
 from revolta_serve.text.chat_template import PRIVATE, ChatTemplate
 from support.text import directory, oracle, template, tokenizer

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.weights.names import Piece, parameters
 from support.published import TEXT, read

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import json
+
 from revolta_serve import profile
 from revolta_serve.config import GRID, ServeConfig, get, options, with_value
 from revolta_serve.errors import ConfigError

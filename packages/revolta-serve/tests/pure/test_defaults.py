@@ -1,6 +1,7 @@
 """Stop ids and sampling defaults of a checkpoint."""
 
 import pytest
+
 from revolta_serve.errors import CheckpointError
 from revolta_serve.text.defaults import GenerationDefaults
 from support.text import directory, tokenizer

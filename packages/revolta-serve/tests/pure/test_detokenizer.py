@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from revolta_serve.text.detokenizer import Detokenizer
 from support.text import byte_tokens, tokenizer
 

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from revolta_serve.text.events import Answer, AnswerStream, Delta, Event, Finish, TextOptions, collect, merge
 from revolta_serve.text.reasoning import ThinkTokens
 from revolta_serve.types import Output

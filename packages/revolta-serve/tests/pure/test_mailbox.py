@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+
 from revolta_serve.api.mailbox import Mailbox
 from revolta_serve.text.events import AnswerUsage, Delta, Event, Finish, Kind
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from revolta_serve.errors import ConfigError
 from revolta_serve.model.model_config import ModelConfig
 from support.published import TEXT, raw, read

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from revolta_serve.cache.block_pool import BlockPool
 from revolta_serve.cache.state_pool import StatePool
 

@@ -1,6 +1,7 @@
 """Where reasoning starts and ends, by token id alone."""
 
 import pytest
+
 from revolta_serve.errors import CheckpointError
 from revolta_serve.text.reasoning import ReasoningSplitter, ThinkTokens
 from support.text import tokenizer

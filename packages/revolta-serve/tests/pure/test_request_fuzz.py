@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from revolta_serve.api import chat, completions
 from revolta_serve.api.context import Api
 from revolta_serve.api.errors import error_body

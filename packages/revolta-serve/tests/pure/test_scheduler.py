@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from revolta_serve.errors import ContextLengthError, EngineError, QueueFullError, RequestError
 from revolta_serve.model.model_config import GRID
 from revolta_serve.scheduler.plan import before, blocks_for, prefill_rows

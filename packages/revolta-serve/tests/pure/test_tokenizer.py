@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from revolta_serve.errors import CheckpointError
 from revolta_serve.text.tokenizer import Tokenizer, byte_alphabet
 from support.text import SIZE, directory, oracle, tokenizer

@@ -54,7 +54,9 @@ class Oracle:
         states: list[Tensor] = []
         router: list[float] = []
         handles = [layer.register_forward_hook(lambda _m, _i, out: states.append(out[0])) for layer in self.text.layers]
-        handles += [layer.mlp.gate.register_forward_hook(lambda m, _i, out: router.append(_router_gap(out[0], m.top_k))) for layer in self.text.layers]
+        for layer in self.text.layers:
+            hook = layer.mlp.gate.register_forward_hook(lambda m, _i, out: router.append(_router_gap(out[0], m.top_k)))
+            handles.append(hook)
         with _recorded_choices() as choices:
             logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         for handle in handles:

@@ -51,9 +51,11 @@ def _one_rank(rank: int, config: ServeConfig, prompt: list[int], forced: list[in
         request.decode(1)
         sampled.append(request.ids.pop())
     groups = runner.model.groups
-    calls = {f"{name}.{kind}": n for name, group in (("tensor", groups.tensor), ("context", groups.context)) for kind, n in group.calls.items()}
+    calls = {f"tensor.{kind}": n for kind, n in groups.tensor.calls.items()}
+    calls |= {f"context.{kind}": n for kind, n in groups.context.calls.items()}
     steps = -(-len(prompt) // 128) + len(forced)
-    torch.save(Ranked(logits, sampled, runner.report.weight_bytes, runner.pools.k.nbytes + runner.pools.v.nbytes, calls, steps), f"{out}/{rank}")
+    kv_bytes = runner.pools.k.nbytes + runner.pools.v.nbytes
+    torch.save(Ranked(logits, sampled, runner.report.weight_bytes, kv_bytes, calls, steps), f"{out}/{rank}")
     close_groups(groups)
 
 

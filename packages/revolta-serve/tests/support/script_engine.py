@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 import uvicorn
+
 from revolta_serve.api.app import create_app
 from revolta_serve.api.engine_port import Phase
 from revolta_serve.config import ServeConfig
 from revolta_serve.errors import RevoltaError
 from revolta_serve.types import EngineStatus, GenerateRequest, Output
-
 from support.text import defaults, template, tokenizer
 
 

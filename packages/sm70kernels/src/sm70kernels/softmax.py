@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,8 +99,8 @@ def _attend(
     """Attention of one tile: R rows, or T rows that share their K and V (then R = 1), of HK kv heads with G query heads each.
 
     queries f32[R * HK, T * G, D], scaled; place i64[NB, R * HK, C] rows of the caches viewed as [B * P * HK, D], C = 64 columns;
-    mask bool[NB, R, 1, T, 1, C], contiguous (scores take its layout), columns a row sees; owned bool[NB, R, 1, C, 1] columns whose V may be used at all; last: the last
-    column anyone sees. Returns (o f32[R, HK, T, G, D] normalised, lse f32[R, HK, T, G]).
+    mask bool[NB, R, 1, T, 1, C] columns a row sees, contiguous because the scores take its layout; owned bool[NB, R, 1, C, 1] columns
+    whose V may be used at all; last: the last column anyone sees. Returns (o f32[R, HK, T, G, D] normalised, lse f32[R, HK, T, G]).
     """
     entries, q, d = queries.shape
     count, r, _, t, _, _ = mask.shape
@@ -138,20 +139,29 @@ def _attend(
     return o.view(*heads, d) / total.clamp_min(1.0), lse
 
 
-def _selected_tile(q: Tensor, tokens: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One tile of `selected`: q [R, HQ, D], tokens i64[R, NB * 64], framed table -> (o f32[R, HQ, D], lse f32[R, HQ])."""
+def _place(cells: paging.Ints, kv_heads: int) -> Tensor:
+    """Return [NB, R * HK, 64] rows of a cache viewed as [B * P * HK, D] for cells [NB, R, 64]."""
+    count, r, _ = cells.shape
+    place = np.multiply(cells[:, :, None], kv_heads) + np.arange(kv_heads)[:, None]
+    return torch.from_numpy(place.reshape(count, r * kv_heads, COLUMNS))
+
+
+def _selected_tile(
+    q: Tensor, tokens: paging.Ints, table: paging.Ints, k_cache: Tensor, v_cache: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One tile of `selected`: q [R, HQ, D], tokens [R, NB * 64], table from paging.tables -> (o f32[R, HQ, D], lse f32[R, HQ])."""
     r, hq, d = q.shape
     _, page, hk, _ = k_cache.shape
     cells, valid = paging.locate(tokens, table, page)
-    last = valid.any(0).numpy().tobytes().rfind(True)
+    last = valid.any(0).tobytes().rfind(True)  # -1: no column at all
     count = last // COLUMNS + 1
     if count == 0:
         return torch.zeros(r, hq, d), torch.full((r, hq), -math.inf)
-    place = cells.view(r, -1, 1, COLUMNS).transpose(0, 1)[:count] * hk + torch.arange(hk).view(hk, 1)
-    mask = valid.view(r, -1, COLUMNS).transpose(0, 1)[:count].contiguous().view(count, r, 1, 1, 1, COLUMNS)
+    place = _place(cells.reshape(r, -1, COLUMNS).swapaxes(0, 1)[:count], hk)
+    seen = np.ascontiguousarray(valid.reshape(r, -1, COLUMNS).swapaxes(0, 1)[:count])
+    mask = torch.from_numpy(seen).view(count, r, 1, 1, 1, COLUMNS)
     queries = (q.float() * (scale * LOG2E)).view(r * hk, hq // hk, d)
-    owned = mask.view(count, r, 1, COLUMNS, 1)
-    o, lse = _attend(queries, place.reshape(count, r * hk, COLUMNS), mask, owned, last, k_cache, v_cache, hq // hk)
+    o, lse = _attend(queries, place, mask, mask.view(count, r, 1, COLUMNS, 1), last, k_cache, v_cache, hq // hk)
     return o.view(r, hq, d), lse.view(r, hq)
 
 
@@ -167,8 +177,8 @@ def selected(
     out, lse = [], []
     for at in range(0, m, tile):
         part = slice(at, min(at + tile, m))
-        tokens = torch.full((tile, -(-sel.shape[1] // COLUMNS) * COLUMNS), -1)
-        tokens[: part.stop - at, : sel.shape[1]] = sel[part]
+        tokens = np.full((tile, -(-sel.shape[1] // COLUMNS) * COLUMNS), -1)
+        tokens[: part.stop - at, : sel.shape[1]] = sel[part].numpy()
         table = paging.tables(block_table, rows.pad_rows(request[part], tile), k_cache.shape[0])
         o, e = _selected_tile(rows.pad_rows(q[part], tile), tokens, table, k_cache, v_cache, scale)
         out.append(o[: part.stop - at])
@@ -179,11 +189,11 @@ def selected(
 
 
 def causal(
-    q: Tensor, position: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, rank: int, world: int
+    q: Tensor, position: Tensor, table: paging.Ints, k_cache: Tensor, v_cache: Tensor, scale: float, rank: int, world: int
 ) -> tuple[Tensor, Tensor]:
     """Dense causal attention of one tile: T rows of one request over its local columns; column c is token c * world + rank.
 
-    q act[T, HQ, D]; position i32[T], negative = no columns; table i64[1, 1 + P + 1] of the request, framed by paging.tables; caches
+    q act[T, HQ, D]; position i32[T], negative = no columns; table [1, 1 + P + 1] of the request from paging.tables; caches
     [B, page, HK, D]. Returns (o f32[T, HQ, D] normalised, lse f32[T, HQ] base 2).
     """
     t, hq, d = q.shape
@@ -193,12 +203,12 @@ def causal(
     count = last // COLUMNS + 1
     if last < 0:
         return torch.zeros(t, hq, d), torch.full((t, hq), -math.inf)
-    local = torch.arange(count * COLUMNS)
-    cells, valid = paging.locate(local.unsqueeze(0), table, page)
-    owned = valid.view(-1) & (local <= last)  # past the last token the page may hold anything
-    seen = owned & (local * world + rank <= position.unsqueeze(1))
-    mask = seen.view(t, count, COLUMNS).transpose(0, 1).contiguous().view(count, 1, 1, t, 1, COLUMNS)
-    place = cells.view(count, 1, COLUMNS) * hk + torch.arange(hk).view(hk, 1)
+    local = np.arange(count * COLUMNS)
+    cells, valid = paging.locate(local[None], table, page)
+    owned = (valid[0] & (local <= last)).reshape(count, 1, COLUMNS)  # past the last token the page may hold anything
+    seen = owned & ((local * world + rank).reshape(count, 1, COLUMNS) <= position.numpy()[:, None])
+    mask = torch.from_numpy(seen).view(count, 1, 1, t, 1, COLUMNS)
     queries = (q.float() * (scale * LOG2E)).view(t, hk, group, d).transpose(0, 1).reshape(hk, t * group, d)
-    o, lse = _attend(queries, place, mask, owned.view(count, 1, 1, COLUMNS, 1), last, k_cache, v_cache, group)
+    usable = torch.from_numpy(owned).view(count, 1, 1, COLUMNS, 1)
+    o, lse = _attend(queries, _place(cells.reshape(count, 1, COLUMNS), hk), mask, usable, last, k_cache, v_cache, group)
     return o.view(hk, t, group, d).transpose(0, 1).reshape(t, hq, d), lse.view(hk, t, group).transpose(0, 1).reshape(t, hq)

@@ -228,7 +228,7 @@ def rows_independent(
     pools = set((slots or {}).values())
 
     def row(name: str, tensor: Tensor, index: int) -> Tensor:
-        return tensor.narrow(axis[name], index, 1).contiguous()
+        return tensor.narrow(axis[name], index, 1).clone(memory_format=torch.contiguous_format)
 
     def check(dtype: torch.dtype, sizes: dict[str, int], others: int, seed: int, here: int, there: int) -> None:
         batch = op.make(sizes, seed, dtype)

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from sm70kernels.op import INV, ContractError, Derived, Dim, Exact, Op, Spec
 from torch import Tensor
+
+from sm70kernels.op import INV, ContractError, Derived, Dim, Exact, Op, Spec
 
 
 def _reference(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+
 from sm70kernels import inputs
 from sm70kernels.op import EXACT, Dim, Exact, Op
 

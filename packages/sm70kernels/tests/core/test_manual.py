@@ -1,6 +1,7 @@
 """python -m sm70kernels list and show."""
 
 import pytest
+
 import sm70kernels
 from sm70kernels import manual, rms_norm
 from sm70kernels.__main__ import main

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sm70kernels
 import torch
+from torch import Tensor
+
+import sm70kernels
 from sm70kernels import inputs, rms_norm
 from sm70kernels.contract import Bound
 from sm70kernels.op import EXACT, INV, ContractError, DeclarationError, Derived, Dim, Exact, NoKernel, Op, Ratio, Spec, record
-from torch import Tensor
 
 calls: list[tuple[Any, ...]] = []
 

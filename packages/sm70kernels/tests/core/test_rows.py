@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from sm70kernels import rows
 from torch import Tensor
+
+from sm70kernels import rows
 
 few = hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
 

@@ -1,6 +1,7 @@
 """The grammar of arguments and dims: what it reads and what it refuses, with the reason."""
 
 import pytest
+
 from sm70kernels.dims import AnyDim, DeclarationError, Derived, Dim, Spec, complete, drawing_order, evaluate, names_in
 from sm70kernels.spec import parse
 

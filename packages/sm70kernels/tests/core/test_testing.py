@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from sm70kernels import inputs
 from sm70kernels.op import INV, Dim, Exact, Op, Ratio, Spec
 from sm70kernels.testing import DTYPES, conforms, poison, poisoned_memory, rows_independent, same_bits
-from torch import Tensor
 
 
 def declare(reference: Callable[..., Any], tolerance: Ratio | Exact | None = None) -> Op[Any]:

@@ -125,6 +125,7 @@ def _sockets() -> Finding:
 def _torch() -> Iterator[Finding]:
     try:
         import torch
+
         from sm70kernels import rows
     except (ImportError, OSError) as error:
         yield Finding("FAIL", "torch", f"cannot be imported: {error}", "reinstall it as the documentation of this package says")

@@ -10,7 +10,6 @@ before the final mixer (`Hidden.streams`) or after chosen layers (`tap`).
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from sm70kernels import embed_gather, lm_head_logits
 from torch import Tensor
 
 from revolta_serve.model.batch import Batch
@@ -22,7 +21,7 @@ from revolta_serve.model.ple import NgramEmbedding
 from revolta_serve.model.pools import Pools
 from revolta_serve.model.qsa import SparseAttention
 from revolta_serve.parallel.groups import Groups
-
+from sm70kernels import embed_gather, lm_head_logits
 
 StreamTap = Callable[[int, Tensor], None]
 """Called after each layer with its index and the streams act[M, S, E], which the next layer overwrites."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from sm70kernels import gated_rms_norm, gdn_conv, gdn_prefill, gdn_step
 from torch import Tensor
 
 from revolta_serve.model.batch import Batch
@@ -10,6 +9,7 @@ from revolta_serve.model.linear import project
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.model.pools import Pools
 from revolta_serve.parallel.groups import Groups
+from sm70kernels import gated_rms_norm, gdn_conv, gdn_prefill, gdn_step
 
 
 class GatedDeltaNet:

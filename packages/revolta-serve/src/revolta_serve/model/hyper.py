@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from sm70kernels import hyper_inject, hyper_mix, hyper_norm
 from torch import Tensor
 
 from revolta_serve.model.batch import Kind
 from revolta_serve.model.model_config import ModelConfig
+from sm70kernels import hyper_inject, hyper_mix, hyper_norm
 
 
 class HyperConnection:

@@ -1,9 +1,9 @@
 """Dense projections: one entry, two routes by slice kind."""
 
-from sm70kernels import linear_prefill, linear_skinny
 from torch import Tensor
 
 from revolta_serve.model.batch import Kind
+from sm70kernels import linear_prefill, linear_skinny
 
 
 def project(x: Tensor, weight: Tensor, kind: Kind) -> Tensor:

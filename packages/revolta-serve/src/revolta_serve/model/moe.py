@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from sm70kernels import moe_gemm, moe_qpn, moe_route
 from torch import Tensor
 
 from revolta_serve.model.batch import Kind
 from revolta_serve.model.linear import project
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.parallel.groups import Groups
+from sm70kernels import moe_gemm, moe_qpn, moe_route
 
 
 class MixtureOfExperts:

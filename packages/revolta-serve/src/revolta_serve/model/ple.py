@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from sm70kernels import ple_apply, ple_gather, ple_hash
 from torch import Tensor
 
 from revolta_serve.model.batch import Batch
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.model.pools import Pools
 from revolta_serve.parallel.groups import Groups
+from sm70kernels import ple_apply, ple_gather, ple_hash
 
 
 class NgramEmbedding:

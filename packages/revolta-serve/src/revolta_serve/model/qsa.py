@@ -3,6 +3,13 @@
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
+
+from revolta_serve.model.batch import Batch
+from revolta_serve.model.linear import project
+from revolta_serve.model.model_config import ModelConfig
+from revolta_serve.model.pools import Pools
+from revolta_serve.parallel.groups import Groups
 from sm70kernels import (
     attention_merge,
     kv_store,
@@ -15,13 +22,6 @@ from sm70kernels import (
     qsa_score,
     qsa_select,
 )
-from torch import Tensor
-
-from revolta_serve.model.batch import Batch
-from revolta_serve.model.linear import project
-from revolta_serve.model.model_config import ModelConfig
-from revolta_serve.model.pools import Pools
-from revolta_serve.parallel.groups import Groups
 
 
 class SparseAttention:

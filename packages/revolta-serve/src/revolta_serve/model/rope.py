@@ -1,10 +1,10 @@
 """Rotary factors: interleaved multi-axis positions, plain or YaRN frequencies."""
 
 import torch
-from sm70kernels import rows
 from torch import Tensor
 
 from revolta_serve.model.model_config import ModelConfig
+from sm70kernels import rows
 
 
 class Rotary:

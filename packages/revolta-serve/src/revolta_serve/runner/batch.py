@@ -7,7 +7,6 @@ from math import gcd
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sm70kernels.rows import TILE
 from torch import Tensor
 
 from revolta_serve.cache.layout import BLOCK
@@ -16,6 +15,7 @@ from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.model.rope import Rotary
 from revolta_serve.parallel.groups import Group
 from revolta_serve.types import Slice
+from sm70kernels.rows import TILE
 
 Ints = NDArray[np.int64]
 

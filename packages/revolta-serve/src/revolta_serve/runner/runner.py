@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from sm70kernels import rows as row_tiles
 from torch import Tensor
 
 from revolta_serve.cache.capacity import capacity
@@ -23,6 +22,7 @@ from revolta_serve.types import Slice, SliceResult, StartupReport, StepPlan, Ste
 from revolta_serve.weights.checkpoint import Progress
 from revolta_serve.weights.checkpoint import load as load_weights
 from revolta_serve.weights.index import CheckpointIndex
+from sm70kernels import rows as row_tiles
 
 LogitsTap = Callable[[Slice, Tensor], None]
 """Receives a slice and the float32 logits [rows, V] it is judged by, before sampling changes them."""

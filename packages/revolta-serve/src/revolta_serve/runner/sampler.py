@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 
 import torch
-from sm70kernels import process_logits, sample_verify
 from torch import Tensor
 
 from revolta_serve.types import SamplingParams, Slice
+from sm70kernels import process_logits, sample_verify
+
+PER_ROW = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+"""Parameters that process_logits takes per row, in its order."""
 
 
 class Sampler:
@@ -36,7 +39,7 @@ class Sampler:
         if any(p.temperature > 0 for p in params):
             per_row = [
                 torch.tensor([getattr(p, name) for p in params], dtype=dtype).repeat_interleave(width)
-                for name, dtype in (("temperature", torch.float32), ("top_k", torch.int32), ("top_p", torch.float32), ("min_p", torch.float32))
+                for name, dtype in PER_ROW.items()
             ]
             process_logits(logits.view(n * width, vocab), *per_row)
         draft = torch.full((n, width), -1, dtype=torch.int32)

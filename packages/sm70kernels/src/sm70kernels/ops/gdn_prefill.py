@@ -50,19 +50,19 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
 
 def _sequence(qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return (o [R, HV, V] float32, last state) of one sequence of R > 0 rows that starts from `state` [HV, V, K]."""
-    value_heads, value_dim, key_dim = state.shape
+    count, (value_heads, value_dim, key_dim) = qkv.shape[0], state.shape
+    qkv, a, b = (arithmetic.pad_rows(x, CHUNK) for x in (qkv, a, b))
+    parts = (*delta.heads(qkv, value_heads, value_dim, key_dim), *delta.gates(a, b, A_log, dt_bias))
+    # [chunks, heads, 64, ..]: every chunk is contiguous, aligned alike and of one shape, wherever it lies in the prompt.
+    q, k, v, g, beta = (torch.from_numpy(x).view(-1, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous() for x in parts)
+    # Rows that do not exist neither decay the state nor write to it.
+    for x in (g, beta):
+        x[-1, :, (count - 1) % CHUNK + 1 :] = 0.0
     outputs = []
-    for first in range(0, qkv.shape[0], CHUNK):
-        part = slice(first, first + CHUNK)
-        parts = delta.heads(arithmetic.pad_rows(qkv[part], CHUNK), value_heads, value_dim, key_dim)
-        strengths = delta.gates(arithmetic.pad_rows(a[part], CHUNK), arithmetic.pad_rows(b[part], CHUNK), A_log, dt_bias)
-        q, k, v, g, beta = (torch.from_numpy(x).transpose(0, 1).contiguous() for x in (*parts, *strengths))
-        # Rows that do not exist neither decay the state nor write to it.
-        g[:, qkv.shape[0] - first :] = 0.0
-        beta[:, qkv.shape[0] - first :] = 0.0
-        o, state = _chunk(q, k, v, g, beta, state)
+    for chunk in zip(q, k, v, g, beta, strict=True):
+        o, state = _chunk(*chunk, state)
         outputs.append(o.transpose(0, 1))
-    return torch.cat(outputs)[: qkv.shape[0]], state
+    return torch.cat(outputs)[:count], state
 
 
 def reference(

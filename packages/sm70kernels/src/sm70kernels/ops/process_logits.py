@@ -31,10 +31,10 @@ def _filtered(x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
     weight = _weights(scaled)
     rank = torch.arange(x.shape[1])
     kept = (weight >= min_p) & ((top_k < 1) | (rank < top_k))
-    # Double: the running sum of a large vocabulary must not stall below top_p.
+    # Double: the running sum of a large vocabulary must not stall below top_p. cumsum is sequential, so its last value is the total.
     mass = torch.where(kept, weight, 0.0).double()
-    before = mass.cumsum(-1) - mass
-    kept &= (before < top_p.double() * mass.sum(-1, keepdim=True)) | (top_p >= 1.0) | (rank == 0)
+    running = mass.cumsum(-1)
+    kept &= (running - mass < top_p.double() * running[:, -1:]) | (top_p >= 1.0) | (rank == 0)
     return torch.full_like(x, -torch.inf).scatter_(1, order.indices, scaled.masked_fill_(~kept, -torch.inf))
 
 

@@ -13,6 +13,7 @@ visible = 0 for those, a tile without visible keys costs nothing.
 import math
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,23 +46,25 @@ def reference(iq: Tensor, keys: Tensor, block_table: Tensor, request: Tensor, vi
     return scores
 
 
-def _tile(iq: Tensor, keys: Tensor, table: Tensor, visible: Tensor, columns: int) -> Tensor:
+def _tile(iq: Tensor, keys: Tensor, table: paging.Ints, visible: Tensor, columns: int) -> Tensor:
     """Return the scores f32[R, columns], columns a multiple of 64, of up to 16 rows.
 
-    table, framed by paging.tables, has one line if the rows share their keys, else 16.
+    table, from paging.tables, has one line if the rows share their keys, else 16.
     """
     r, _, di = iq.shape
-    column = torch.arange(columns)
-    shared = table.shape[0] == 1
-    cells, valid = paging.locate(column.expand(table.shape[0], columns), table, keys.shape[1])
+    column = np.arange(columns)
+    shared = len(table) == 1
+    cells, valid = paging.locate(column[None], table, keys.shape[1])
+    seen = torch.from_numpy((valid if shared else valid[:r]) & (column < visible.numpy()[:, None]))
+    place = torch.from_numpy(cells)
     flat, queries = keys.view(-1, di), rows.pad_rows(iq, _TILE).float()
     parts = []
     for at in range(0, columns, softmax.COLUMNS):
-        near = flat.index_select(0, cells[:, at : at + softmax.COLUMNS].reshape(-1)).float()
+        near = flat.index_select(0, place[:, at : at + softmax.COLUMNS].reshape(-1)).float()
         parts.append(_by_request(queries, near) if shared else _by_row(queries, near))
     # abs: relu keeps -0, and a block that matches nothing scores +0.
     score = _tree(torch.cat(parts, 2)[:r].relu_()).mul_(di**-0.5).abs_()
-    return torch.where((valid if shared else valid[:r]) & (column < visible.unsqueeze(1)), score, -math.inf)
+    return torch.where(seen, score, -math.inf)
 
 
 def _by_row(queries: Tensor, near: Tensor) -> Tensor:

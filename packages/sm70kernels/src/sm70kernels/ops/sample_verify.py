@@ -39,7 +39,8 @@ def reference(logits: Tensor, seed: Tensor, position: Tensor, temperature: Tenso
     if any(t > 0 for t in temperature.tolist()):
         request, row = ((temperature > 0)[:, None] & (torch.arange(width) < rows[:, None])).nonzero().unbind(1)
         drawn = request * width + row
-        scores.index_copy_(0, drawn, _add_noise(scores.index_select(0, drawn), seed[request], position[request] + row))
+        if drawn.shape[0]:
+            scores.index_copy_(0, drawn, _add_noise(scores.index_select(0, drawn), seed[request], position[request] + row))
     return acceptance.accept(acceptance.lowest_argmax(scores).view(requests, width), draft, rows)
 
 
