@@ -37,9 +37,9 @@ from revolta_serve.engine.core import limits
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.runner.runner import Runner
 from revolta_serve.scheduler.scheduler import Scheduler
+from revolta_serve.testing import running_server
 from revolta_serve.types import GenerateRequest, SamplingParams
 from revolta_serve.weights.tiny import make_tiny
-from server import running_server
 
 PROMPT = 64
 WIDTHS = (1, 8)
@@ -114,14 +114,14 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, dict[st
     config = replace(config, schedule=replace(config.schedule, max_model_len=1024)).resolve(model)
     runner = Runner.load(config, 0)
     times: dict[str, dict[str, list[float]]] = {name: {str(w): [] for w in WIDTHS} for name in ("transformers", "engine", "server")}
-    with running_server(directory, threads=arguments.threads) as url:
+    with running_server(directory, {"parallel.threads": arguments.threads}) as server:
         for repeat in range(arguments.repeats + 1):
             for width in WIDTHS:
                 ids = prompts(width, model.vocab)
                 systems: dict[str, Callable[[], float]] = {
                     "transformers": lambda ids=ids: transformers_step(oracle, ids, arguments.tokens),
                     "engine": lambda ids=ids: engine_step(runner, config, ids, arguments.tokens),
-                    "server": lambda ids=ids: asyncio.run(server_step(url, ids, arguments.tokens)),
+                    "server": lambda ids=ids: asyncio.run(server_step(server.url, ids, arguments.tokens)),
                 }
                 for name, run in systems.items():
                     milliseconds = run()

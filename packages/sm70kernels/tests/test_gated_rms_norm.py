@@ -26,11 +26,13 @@ test_rows = rows_independent(gated_rms_norm)
 
 
 def test_rounds_the_normalised_value_before_the_weight() -> None:
-    o = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float16).view(1, 1, 4)
-    weight = torch.tensor([1.001, 1.002, 1.003, 1.004])
-    z = torch.full_like(o, 100.0)
-    normed = (o.double() / math.sqrt(7.5 + 1e-6)).half().double()
-    assert torch.equal(gated_rms_norm(o, z, weight, 1e-6, "sigmoid"), (normed * weight.double()).half())
+    generator = torch.Generator().manual_seed(0)
+    o = torch.randn(20, 4, 40, generator=generator).half()
+    weight = 1.0 + torch.rand(40, generator=generator)
+    normed = o.double() * (o.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    out = gated_rms_norm(o, torch.full_like(o, 100.0), weight, 1e-6, "sigmoid")
+    assert torch.equal(out, (normed.half().double() * weight.double()).half())
+    assert not torch.equal(out, (normed * weight.double()).half())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -39,7 +41,7 @@ def test_infinite_gates_and_zero_heads(dtype: torch.dtype) -> None:
     o[1] = 0.0
     z = torch.tensor([torch.inf, -torch.inf, 6e4, -6e4], dtype=dtype).expand(2, 1, 4).contiguous()
     weight = torch.ones(4)
-    assert gated_rms_norm(o, z, weight, 0.0 + 1e-12, "sigmoid")[0, 0].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert gated_rms_norm(o, z, weight, 1e-12, "sigmoid")[0, 0].tolist() == [1.0, 0.0, 1.0, 0.0]
     silu = gated_rms_norm(o, z, weight, 1e-12, "silu")[0, 0]
     assert silu[0] == torch.inf
     assert silu[1] == 0.0

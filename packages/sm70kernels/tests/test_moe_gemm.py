@@ -36,7 +36,7 @@ def naive(
     for m in range(x.shape[0]):
         for r, e in enumerate(ids[m].tolist()):
             if 0 <= e < w13.shape[0]:
-                out[m] += weights[m, r] * expert(x[m], w13[e], w2[e])
+                out[m] += weights[m, r] * expert(x[m], w13[e], w2[:, e])
         out[m] = h(out[m])
         if shared13 is not None and shared2 is not None and shared_gate is not None:
             gate = 1 / (1 + (-h((shared_gate[0] * x[m]).sum())).exp())

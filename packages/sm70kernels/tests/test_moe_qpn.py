@@ -36,7 +36,7 @@ def naive(
     for m in range(x.shape[0]):
         for r, e in enumerate(ids[m].tolist()):
             if 0 <= e < w13.shape[0]:
-                out[m] += weights[m, r] * expert(x[m], w13[e], w2[e])
+                out[m] += weights[m, r] * expert(x[m], w13[e], w2[:, e])
         out[m] = h(out[m])
         if shared13 is not None and shared2 is not None and shared_gate is not None:
             gate = 1 / (1 + (-h((shared_gate[0] * x[m]).sum())).exp())
@@ -100,6 +100,17 @@ def test_invalid_ids_contribute_nothing_whatever_their_weight() -> None:
     assert same_bits(out[4], torch.zeros(40))  # +0, not -0
 
 
+def test_an_invalid_id_leaves_the_first_and_last_expert_alone() -> None:
+    """Invalid ids stand next to valid ones that a clamped id would fall on, whose expert counts once, or is broken and not chosen."""
+    a = case(shared=False)
+    a["ids"][:], only = torch.tensor([7, 9, 0, -1]), case(shared=False)
+    only["ids"], only["weights"] = torch.tensor([[7, 0]] * 20, dtype=torch.int32), a["weights"][:, ::2].contiguous()
+    assert torch.allclose(moe_qpn(**a), moe_qpn(**only), rtol=1e-6)
+    a["ids"][:], only["ids"][:] = torch.tensor([3, 9, 4, -1]), torch.tensor([3, 4])
+    a["w13"][[0, 7]] = math.inf
+    assert torch.allclose(moe_qpn(**a), moe_qpn(**only), rtol=1e-6)
+
+
 def test_a_row_without_routes_keeps_its_shared_expert() -> None:
     a = case()
     a["ids"][:] = -1
@@ -159,7 +170,7 @@ def test_silu_is_stable_and_overflow_stays_infinite(gate: float) -> None:
     a["w13"][0].zero_()
     a["w13"][0, :20, 0] = 60000.0 * math.copysign(1.0, gate)  # times 4 it overflows to the infinity under test
     a["w13"][0, 20:, 0] = 2.0
-    a["w2"][0] = 1.0
+    a["w2"][:, 0] = 1.0
     out = moe_qpn(**a)
     assert torch.equal(out, torch.full_like(out, math.inf if gate > 0 else 0.0))
 

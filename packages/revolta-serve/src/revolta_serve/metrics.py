@@ -40,6 +40,11 @@ class Metrics:
         self._first = histogram("time_to_first_token_seconds", "From the request to the first event of a choice.", SECONDS)
         self._gap = histogram("inter_token_latency_seconds", "Between two events of a choice.", GAPS)
         self._whole = histogram("e2e_request_latency_seconds", "From the request to the end of a choice.", SECONDS)
+        # Counts whose labels are known start at zero: a sample that appears with its first event hides that event from rates.
+        for reason in ("stop", "length", "abort", "error"):
+            self._success.labels(**self._label, finished_reason=reason)
+        self._disconnects.labels(**self._label)
+        self._cached.labels(**self._label)
 
     def request(self, prompt_tokens: int, n: int, max_tokens: int) -> None:
         """A prompt was submitted, with n choices."""

@@ -49,7 +49,7 @@ def load(profile: str = "", flags: Mapping[str, Any] | None = None, sets: Sequen
     entries = {entry.path: entry for entry in options()}
     config, sources = ServeConfig(), dict[str, str]()
     layers = [*_read_profile(profile, entries)] if profile else []
-    layers += [(path, value, entries[path].flag or "argument") for path, value in (flags or {}).items()]
+    layers += [(path, value, entries[_known(path, "argument", entries)].flag or "argument") for path, value in (flags or {}).items()]
     layers += [_read_set(text, entries) for text in sets]
     for path, value, source in layers:
         config = with_value(config, path, coerce(entries[path], value, source))

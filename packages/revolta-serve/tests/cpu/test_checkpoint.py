@@ -77,7 +77,7 @@ def expected(config: ModelConfig, raw: dict[str, Tensor], rank: int, ranks: int)
             mine |= {"qsa.k_scale": a["k_scale"], "qsa.v_scale": a["v_scale"]}
         gate, up = w["mlp.experts.gate_up_proj"].chunk(2, 1)
         mine["moe.w13"] = torch.cat([part(gate, 1), part(up, 1)], 1)
-        mine |= {"moe.router": w["mlp.gate.weight"], "moe.w2": part(w["mlp.experts.down_proj"], 2)}
+        mine |= {"moe.router": w["mlp.gate.weight"], "moe.w2": part(w["mlp.experts.down_proj"], 2).transpose(0, 1)}
         shared = {p: w[f"mlp.shared_expert.{p}_proj.weight"] for p in ("gate", "up", "down")}
         mine["moe.shared13"] = torch.cat([part(shared["gate"]), part(shared["up"])])
         mine |= {"moe.shared2": part(shared["down"], 1), "moe.shared_gate": w["mlp.shared_expert_gate.weight"]}
@@ -128,7 +128,7 @@ def test_dtypes(tmp_path: Path, source: str, target: torch.dtype) -> None:
     assert raw["lm_head.weight"].dtype == getattr(torch, source)
     got = load(config, tmp_path, 0, 1, target)
     assert torch.equal(got["lm_head"], raw["lm_head.weight"].to(target))
-    assert torch.equal(got["layers.0.moe.w2"], raw["layers.0.mlp.experts.down_proj"].to(target))
+    assert torch.equal(got["layers.0.moe.w2"], raw["layers.0.mlp.experts.down_proj"].transpose(0, 1).to(target))
     for name, tensor in got.items():
         if name.endswith(("A_log", "dt_bias", "gdn.norm", "_scale")):
             assert tensor.dtype == torch.float32

@@ -56,7 +56,7 @@ def test_shapes_of_a_rank_of_the_published_model() -> None:
     assert shapes["layers.0.gdn.out_proj"] == (2560, 1536)
     assert shapes["layers.3.qsa.in_proj"] == ((2 * 6 + 2) * 256 + 5 * 128, 2560)
     assert shapes["layers.0.moe.w13"] == (512, 320, 2560)
-    assert shapes["layers.0.moe.w2"] == (512, 2560, 160)
+    assert shapes["layers.0.moe.w2"] == (2560, 512, 160)
     assert shapes["layers.1.ple.table"] == (80000384, 160)
     assert shapes["mixer.w_in"] == (320, 10240)
     assert shapes["layers.0.attn_hyper.w_in"] == (324, 10240)

@@ -29,9 +29,9 @@ def test_any_bytes_stream_to_what_they_decode_to(raw: bytes) -> None:
     text = ""
     for count, token in enumerate(tokens, start=1):
         text += detokenizer.push(token)
-        whole = raw[:count].decode("utf-8", "replace")
-        assert whole.startswith(text)
-        assert len(whole) - len(text) <= 1, "more than one unfinished character is held"
+        # What is held may turn out to be several invalid sequences (ED A0 is two), but never more than 3 bytes.
+        emitted = [raw[: max(0, count - held)].decode("utf-8", "replace") for held in range(4)]
+        assert text in emitted, "more than the 3 bytes of an unfinished character are held"
     assert text + detokenizer.flush() == raw.decode("utf-8", "replace")
 
 

@@ -20,8 +20,8 @@ def accept(target: Tensor, draft: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]
     """
     produced, owned = target.numpy(), rows.numpy()
     column = np.arange(produced.shape[1], dtype=np.int32)
-    agrees = (produced == draft.numpy()) & (column < owned[:, None] - 1)
-    accepted = np.logical_and.accumulate(agrees, axis=1).sum(1, dtype=np.int32)
+    accepted = np.logical_and.accumulate(produced == draft.numpy(), axis=1).sum(1, dtype=np.int32)
+    # The last row's token is judged by nobody in this step, whatever its draft column holds.
     count = np.minimum(accepted + np.int32(1), owned)
     tokens = np.where(column < count[:, None], produced, np.int32(-1))
     return torch.from_numpy(tokens), torch.from_numpy(count)

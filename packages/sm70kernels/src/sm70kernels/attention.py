@@ -12,6 +12,8 @@ def gated(o: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
 
     o f32[...]; gate of the same shape, f32 or f16. The gate comes last, after any merge over ranks.
     """
+    if dtype == torch.float32:
+        return o if gate is None else rows.sigmoid(gate.float()).mul_(o)
     rounded = o.to(dtype)
     if gate is None:
         return rounded

@@ -11,42 +11,35 @@ its own loops, not BLAS), and it does not fork a thread team for a few states.
 Source: Gated Delta Networks (Yang, Kautz, Hatamizadeh 2024), equation 10, with the l2-normalised q and k of Qwen3-Next.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from sm70kernels import rows
 
 Array = NDArray[np.float32]
 
 L2_EPS = 1e-6
 """Added to the sum (not the mean) of squares of a q or k head, inside the root."""
 
-
-def place_independent(function: Callable[[Tensor], Tensor], x: Array) -> Array:
-    """Apply a float32 element-wise torch function to x; :func:`sm70kernels.rows.elementwise`, padded here for less."""
-    missing = -x.size % rows.LANES
-    flat = np.concatenate([x.ravel(), np.zeros(missing, np.float32)]) if missing else np.ascontiguousarray(x)
-    y: Array = rows.elementwise(function, torch.from_numpy(flat)).numpy()
-    return y.ravel()[: x.size].reshape(x.shape)
+_LOWEST = np.finfo(np.float32).min
+"""A log decay of -inf becomes this: its exponential is the same 0, and the cast does not overflow."""
 
 
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Array, Array]:
     """Return (g, beta), float32 [.., HV] like a and b: the log decay (<= 0) and the write strength (0..1) of each head.
 
     g = -exp(A_log) softplus(a + dt_bias), where softplus is the identity above 20; beta = sigmoid(b). A_log and dt_bias are [HV], or
-    [L, HV] for a and b [L, .., HV].
+    [L, HV] for a and b [L, .., HV]. Computed in float64 and rounded once; numpy masks its vector tails, so an element's bits do not
+    depend on its place.
     """
-    # A few weights: Python's exp rounds them correctly and knows no neighbours. Above 89 the float32 result is inf.
-    rate = np.array([-math.exp(min(x, 100.0)) for x in A_log.flatten().tolist()], np.float64).astype(np.float32)
     by_layer = (*A_log.shape[:-1], *(1,) * (a.dim() - A_log.dim()), A_log.shape[-1])
-    shifted = a.float().numpy() + dt_bias.numpy().reshape(by_layer)
-    softened = place_independent(torch.nn.functional.softplus, shifted)
-    return softened * rate.reshape(by_layer), place_independent(torch.sigmoid, b.float().numpy())
+    rate = -np.exp(np.minimum(A_log.numpy(), 88.0).reshape(by_layer), dtype=np.float64)
+    x = a.float().numpy() + dt_bias.numpy().reshape(by_layer).astype(np.float64)
+    softened = np.where(x > 20.0, x, np.log1p(np.exp(np.minimum(x, 20.0))))
+    g = np.maximum(softened * rate, np.float64(_LOWEST)).astype(np.float32)
+    beta = 0.5 + 0.5 * np.tanh(0.5 * b.float().numpy().astype(np.float64))
+    return g, beta.astype(np.float32)
 
 
 def heads(qkv: Tensor, value_heads: int, value_dim: int, key_dim: int) -> tuple[Array, Array, Array]:
@@ -79,7 +72,7 @@ class Rows:
         value_heads, value_dim = v.shape[2:]
         grouped = (batch, steps, key_heads, value_heads // key_heads, value_dim)
         self._q, self._k, self._v = q, k, v.reshape(grouped)
-        self._decay = place_independent(torch.exp, g)[..., None]
+        self._decay = np.exp(g)[..., None]
         self._beta = beta.reshape(grouped[:4])[..., None]
         self._flat = (batch, value_heads, value_dim * key_dim)
         self._grouped = (batch, *grouped[2:], key_dim)

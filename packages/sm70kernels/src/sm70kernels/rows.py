@@ -8,11 +8,13 @@ last bits between a batch of one and a batch of nine. Three rules remove that:
 * sums run over the last, contiguous axis.
 
 Every (rows, N, K) product is probed once, on first use: one row at every position of the tile, among random neighbours, must give
-the same bits. A shape that fails takes the next method; a shape that fails all of them is refused.
+the same bits. A shape that fails takes the next method; a shape that fails all of them is refused. Where tiles of 4, 8, 12, ... rows
+are found to give the very bits of the full tile, a product uses the smallest that holds its rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,9 @@ from torch import Tensor
 
 TILE = {"decode": 16, "prefill": 64}
 """Rows of one tile by slice kind. Decode and verify rows share a tile; a prefill tile belongs to one request."""
+
+GRANULE = 4
+"""Tiles may be cut to a multiple of this many rows where the probe finds that it changes no bits: a lone request costs 4 rows, not 16."""
 
 ELEMENTS = 32_768
 """Largest element-wise call: torch splits longer ones over threads at positions that depend on the length."""
@@ -30,6 +35,12 @@ LANES = 32
 
 class RowDependenceError(RuntimeError):
     """No method computes a matrix product of this shape independently of the neighbouring rows."""
+
+
+def active(counts: Sequence[int]) -> slice | list[int]:
+    """Index the entries of counts that are not 0: a slice when they come first, which copies nothing; [] for none."""
+    found = [i for i, count in enumerate(counts) if count]
+    return slice(0, len(found)) if found and found[-1] == len(found) - 1 else found
 
 
 def pad_rows(x: Tensor, multiple: int) -> Tensor:
@@ -53,34 +64,52 @@ def _by_double(x: Tensor, w: Tensor) -> Tensor:
 _METHODS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (_by_linear, _by_transpose, _by_double)
 
 
-@cache
-def product(rows: int, n: int, k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the first method that multiplies x [rows, k] by w [n, k]ᵀ in float32 with row-independent bits.
+class Product(NamedTuple):
+    """How products of one shape are computed: `method` on any multiple of `granule` rows up to the tile gives a row the same bits."""
 
-    Raises RowDependenceError naming the shape when none does.
+    method: Callable[[Tensor, Tensor], Tensor]
+    granule: int
+
+
+@cache
+def product(rows: int, n: int, k: int) -> Product:
+    """Choose how x [up to `rows`, k] is multiplied by w [n, k]ᵀ in float32 with row-independent bits.
+
+    The granule is GRANULE where every smaller tile gives the bits of the full one, else `rows`. Raises RowDependenceError naming
+    the shape when no method keeps a row's bits even at a constant number of rows.
     """
     generator = torch.Generator().manual_seed(rows * 1_000_003 + n * 1_009 + k)
     w = torch.randn(n, k, generator=generator)
     row = torch.randn(k, generator=generator)
     for method in _METHODS:
-        seen: Tensor | None = None
-        for position in range(rows):
-            x = torch.randn(rows, k, generator=generator)
-            x[position] = row
-            got = method(x, w)[position]
-            if seen is not None and not torch.equal(seen, got):
-                break
-            seen = got
-        else:
-            alone = torch.zeros(rows, k)
-            alone[0] = row
-            if seen is not None and torch.equal(method(alone, w)[0], seen):
-                return method
+        expected = method(_among(row, rows, 0, None), w)[0]
+        if not _holds(method, w, row, expected, rows, generator):
+            continue
+        smaller = range(GRANULE, rows, GRANULE)
+        if rows % GRANULE == 0 and all(_holds(method, w, row, expected, size, generator) for size in smaller):
+            return Product(method, GRANULE)
+        return Product(method, rows)
     raise RowDependenceError(f"linear: no row-independent product for {rows} rows, N={n}, K={k}; use another tile size")
 
 
+def _among(row: Tensor, rows: int, position: int, generator: torch.Generator | None) -> Tensor:
+    """`rows` rows, random or zero, with `row` at `position`."""
+    x = torch.zeros(rows, len(row)) if generator is None else torch.randn(rows, len(row), generator=generator)
+    x[position] = row
+    return x
+
+
+def _holds(
+    method: Callable[[Tensor, Tensor], Tensor], w: Tensor, row: Tensor, expected: Tensor, rows: int, generator: torch.Generator
+) -> bool:
+    """Whether a tile of `rows` rows gives `row` the expected bits at every position among random neighbours, and among zeros."""
+    return torch.equal(method(_among(row, rows, 0, None), w)[0], expected) and all(
+        torch.equal(method(_among(row, rows, position, generator), w)[position], expected) for position in range(rows)
+    )
+
+
 def linear(x: Tensor, w: Tensor, rows: int) -> Tensor:
-    """Return x [M, K] · w [N, K]ᵀ as float32 [M, N], in tiles of `rows` rows (16 decode, 64 prefill).
+    """Return x [M, K] · w [N, K]ᵀ as float32 [M, N], in tiles of at most `rows` rows (16 decode, 64 prefill).
 
     float16 inputs are widened first: the product and its sum are float32 and the caller rounds.
     """
@@ -88,12 +117,12 @@ def linear(x: Tensor, w: Tensor, rows: int) -> Tensor:
         x = x.float()
     if w.dtype is not torch.float32:
         w = w.float()
-    method = product(rows, *w.shape)
+    method, granule = product(rows, *w.shape)
     m = x.shape[0]
-    if m == rows:
+    if m % granule == 0 and 0 < m <= rows:
         return method(_aligned(x), w)
-    padded = pad_rows(x, rows)
-    if padded.shape[0] == rows:
+    padded = pad_rows(x, granule)
+    if 0 < padded.shape[0] <= rows:
         return method(_aligned(padded), w)[:m]
     return torch.cat([method(_aligned(tile), w) for tile in padded.split(rows)])[:m]
 

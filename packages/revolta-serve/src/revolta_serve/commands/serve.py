@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from revolta_serve.api.app import create_app
 from revolta_serve.cache.capacity import Capacity, capacity
 from revolta_serve.config import ApiConfig, ServeConfig
-from revolta_serve.engine.client import EngineClient
+from revolta_serve.engine.client import COMMAND, EngineClient
 from revolta_serve.errors import ConfigError, EngineUnavailableError
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.profile import Loaded
@@ -90,8 +90,11 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(loaded: Loaded, guest: Guest | None = None) -> int:
-    """Run the server; returns the exit code. `guest` is for a caller that wants to use it once. Raises ConfigError, CheckpointError."""
+def serve(loaded: Loaded, guest: Guest | None = None, engine_command: Sequence[str] = COMMAND) -> int:
+    """Run the server; returns the exit code. `guest` is for a caller that wants to use it once. Raises ConfigError, CheckpointError.
+
+    engine_command: how the engine process is started; another one than the default is for tests.
+    """
     checked = check(loaded.config)
     config = checked.config
     level = config.api.log_level.upper()
@@ -107,7 +110,7 @@ def serve(loaded: Loaded, guest: Guest | None = None) -> int:
         if not config.api.keys and not _is_loopback(config.api.host):
             log.warning("api: anyone who reaches %s may use this server; set --api-key or REVOLTA_API_KEY", config.api.host)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Serving(checked, listener, guest).run())
+            return runner.run(_Serving(checked, listener, guest, engine_command).run())
 
 
 class _Uvicorn(uvicorn.Server):
@@ -121,9 +124,9 @@ class _Uvicorn(uvicorn.Server):
 class _Serving:
     """One run of the server: an engine, a listener, and whoever ends them."""
 
-    def __init__(self, checked: Checked, listener: socket.socket, guest: Guest | None) -> None:
+    def __init__(self, checked: Checked, listener: socket.socket, guest: Guest | None, engine_command: Sequence[str]) -> None:
         self.config, self.listener, self.guest = checked.config, listener, guest
-        self.client = EngineClient(checked.config)
+        self.client = EngineClient(checked.config, engine_command)
         app: Starlette = create_app(checked.config, self.client, checked.tokenizer, checked.template, checked.defaults)
         self.server = _Uvicorn(
             uvicorn.Config(

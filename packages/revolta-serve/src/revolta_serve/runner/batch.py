@@ -15,7 +15,7 @@ from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.model.rope import Rotary
 from revolta_serve.parallel.groups import Group
 from revolta_serve.types import Slice
-from sm70kernels.rows import TILE
+from sm70kernels.rows import GRANULE, TILE
 
 Ints = NDArray[np.int64]
 
@@ -65,9 +65,9 @@ class BatchBuilder:
             self.free.append(row)
 
     def decode(self, slices: Sequence[Slice]) -> tuple[Batch, Rows]:
-        """One rectangular pass: T rows a request, T the widest slice; requests padded until N·T fills row tiles."""
+        """One rectangular pass: T rows a request, T the widest slice; requests padded until N·T is a whole number of row granules."""
         width = max(1 + len(piece.drafts) for piece in slices)
-        step = TILE["decode"] // gcd(TILE["decode"], width)
+        step = GRANULE // gcd(GRANULE, width)
         sequences = -(-len(slices) // step) * step
         counts = [1 + len(piece.drafts) for piece in slices]
         rows = Rows([i * width for i in range(len(slices))], counts, sequences * width, sequences)

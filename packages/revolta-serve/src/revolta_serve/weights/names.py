@@ -192,7 +192,11 @@ class _Table:
         yield _fused(f"{name}.shared_gate", [_Source(f"{path}.shared_expert_gate.weight", 1, e).cut()], e)
 
     def _experts(self, path: str, name: str) -> Iterator[Parameter]:
-        """Banks of all experts, from the fused tensors or from one tensor per expert and projection."""
+        """Banks of all experts, from the fused tensors or from one tensor per expert and projection.
+
+        w13 keeps the order of the file. w2 becomes [E, X, I], all experts side by side in every row (sm70kernels.experts says why),
+        so each expert is a piece of its own.
+        """
         c, held = self.config, self.config.expert_width // self.ranks
         x, e, i = c.experts, c.hidden, c.expert_width
         mine = (self.rank * held, (self.rank + 1) * held)
@@ -208,10 +212,11 @@ class _Table:
             for k in range(x)
             for p, put in (("gate", gate), ("up", up))
         )
-        fused2 = (Piece(f"{path}.down_proj", (x, e, i), (every, wide, mine), (every, wide, (0, held))),)
-        single2 = tuple(Piece(f"{path}.{k}.down_proj.weight", (e, i), (wide, mine), ((k, k + 1), wide, (0, held))) for k in range(x))
+        beside = [(wide, (k, k + 1), (0, held)) for k in range(x)]
+        fused2 = tuple(Piece(f"{path}.down_proj", (x, e, i), ((k, k + 1), wide, mine), put) for k, put in enumerate(beside))
+        single2 = tuple(Piece(f"{path}.{k}.down_proj.weight", (e, i), (wide, mine), put) for k, put in enumerate(beside))
         yield Parameter(f"{name}.w13", (x, 2 * held, e), "act", (fused13, single13))
-        yield Parameter(f"{name}.w2", (x, e, held), "act", (fused2, single2))
+        yield Parameter(f"{name}.w2", (e, x, held), "act", (fused2, single2))
 
     def ngram(self, layer: int) -> Iterator[Parameter]:
         """N-gram embedding: table rows are split; hash constants and everything after the look-up are replicated."""

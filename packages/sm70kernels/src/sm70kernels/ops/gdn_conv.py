@@ -36,9 +36,17 @@ def _decode(x: Tensor, weight: Tensor, pool: windows.Array, slot: list[int], row
     if total % requests:
         raise ValueError(f"gdn_conv: x axis 0: M={total} is not a multiple of slot axis 0: N={requests}; decode rows are N x T")
     width = total // requests
+    owned = [n if s >= 0 else 0 for s, n in zip(slot, rows, strict=True)]
+    if 0 in owned:
+        # Padding is most of a small batch: nobody's rows are not worth the arithmetic.
+        y = x.new_zeros(requests, width, channels)
+        if some := arithmetic.active(owned):
+            mine = x.view(requests, width, channels)[some].reshape(-1, channels)
+            held, count, new = ([values[i] for i, n in enumerate(owned) if n] for values in (slot, rows, fresh))
+            y[some] = _decode(mine, weight, pool, held, count, new, write).view(-1, width, channels)
+        return y.view(total, channels)
     sequence = windows.joined(pool[None], x.view(1, requests, width, channels).numpy(), slot, fresh)
     y = _convolve(sequence[0], weight).to(x.dtype)
-    owned = [n if s >= 0 else 0 for s, n in zip(slot, rows, strict=True)]
     if min(owned) < width:
         y.masked_fill_((torch.arange(width) >= torch.tensor(owned)[:, None])[:, :, None], 0.0)
     if write:

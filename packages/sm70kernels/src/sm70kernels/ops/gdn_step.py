@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels import delta, inputs, slots
+from sm70kernels import rows as arithmetic
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 
 
@@ -33,24 +34,28 @@ def reference(
     """
     requests, width = qkv.shape[:2]
     _, value_heads, value_dim, key_dim = state.shape
-    if requests == 0:
-        return qkv.new_zeros(requests, width, value_heads, value_dim)
+    held = slot.tolist()
+    owned = [n if s >= 0 else 0 for s, n in zip(held, rows.tolist(), strict=True)]
+    if 0 in owned or requests == 0:
+        # Padding is most of a small batch: nobody's state is not worth the arithmetic.
+        o = qkv.new_zeros(requests, width, value_heads, value_dim)
+        if some := arithmetic.active(owned):
+            o[some] = reference(qkv[some], a[some], b[some], A_log, dt_bias, state, slot[some], rows[some], write)
+        return o
     q, k, v = delta.heads(qkv, value_heads, value_dim, key_dim)
     g, beta = delta.gates(a, b, A_log, dt_bias)
     recurrence = delta.Rows(q, k, v, g, beta)
-    held = slot.tolist()
-    owned = [n if s >= 0 else 0 for s, n in zip(held, rows.tolist(), strict=True)]
     pool = state.numpy()
     running = pool[[max(s, 0) for s in held]]
-    o = np.empty((requests, width, *v.shape[2:]), np.float32)
+    y = np.empty((requests, width, *v.shape[2:]), np.float32)
     for t in range(width):
         recurrence.advance(t, running)
-        o[:, t] = recurrence.read(t, running).reshape(o[:, t].shape)
+        y[:, t] = recurrence.read(t, running).reshape(y[:, t].shape)
         if write:
             delta.store(pool, running, [s if n == t + 1 else -1 for s, n in zip(held, owned, strict=True)])
     if min(owned) < width:
-        o[np.arange(width) >= np.array(owned)[:, None]] = 0.0
-    return torch.from_numpy(o).to(qkv.dtype)
+        y[np.arange(width) >= np.array(owned)[:, None]] = 0.0
+    return torch.from_numpy(y).to(qkv.dtype)
 
 
 gdn_step = Op(

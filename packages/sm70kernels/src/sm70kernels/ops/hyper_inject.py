@@ -7,11 +7,12 @@ The gate is float32 and the sum is rounded once. What is normed is the rounded s
 hyper_inject followed by hyper_norm. The residual is the raw h, not the normed streams.
 """
 
+import torch
 from torch import Tensor
 
 from sm70kernels import inputs
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
-from sm70kernels.streams import stored, stream_norm
+from sm70kernels.streams import stored, stream_norm, widened
 
 
 def reference(h: Tensor, o: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
@@ -19,8 +20,12 @@ def reference(h: Tensor, o: Tensor, gate: Tensor, weight: Tensor | None, eps: fl
 
     Returns n act [M, S, E], the norm of the new h by weight act [S, E] and eps; None when weight is None.
     """
-    h.copy_(h.float() + gate.unsqueeze(-1) * o.float().unsqueeze(1))
-    return None if weight is None else stored(stream_norm(h.float(), weight, eps), h.dtype)
+    added = gate.unsqueeze(-1) * widened(o).unsqueeze(1)
+    if h.dtype == torch.float32:
+        h.add_(added)
+    else:
+        h.copy_(added.add_(h))
+    return None if weight is None else stored(stream_norm(widened(h), weight, eps), h.dtype)
 
 
 hyper_inject = Op(

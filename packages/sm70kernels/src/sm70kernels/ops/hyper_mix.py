@@ -10,11 +10,12 @@ Rounding points: l, a and W_up·a to the activation dtype; the division by S, th
 in float32; x once. The gates stay float32.
 """
 
+import torch
 from torch import Tensor
 
 from sm70kernels import inputs, rows
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
-from sm70kernels.streams import fold, rounded, stored
+from sm70kernels.streams import constant, fold, rounded, stored, widened
 
 
 def reference(n: Tensor, w_in: Tensor, w_up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -22,12 +23,14 @@ def reference(n: Tensor, w_in: Tensor, w_up: Tensor, kind: str) -> tuple[Tensor,
 
     n act [M, S, E]; w_in act [R+G, S·E]; w_up act [S·E, R]; kind "decode" (16-row tiles) or "prefill" (64-row tiles).
     """
-    streams, rank, tile = n.shape[1], w_up.shape[1], rows.TILE[kind]
-    low = rounded(rows.linear(n.flatten(1), w_in, tile), n.dtype) / streams
-    lora = rounded(rows.silu(low[:, :rank]), n.dtype)
-    mix = rows.sigmoid(rounded(rows.linear(lora, w_up, tile), n.dtype))
-    x = fold(mix.view(n.shape) * n.float()) / streams
-    return stored(x, n.dtype), 2.0 * rows.sigmoid(low[:, rank:])
+    (m, streams, hidden), act = n.shape, n.dtype
+    tile, parts = rows.TILE[kind], (w_up.shape[1], w_in.shape[0] - w_up.shape[1])
+    low = rounded(rows.linear(n.view(m, streams * hidden), w_in, tile), act).div_(constant(streams))
+    # One sigmoid over both parts: it serves silu(l) = l · sigmoid(l) and the gates, and the whole of l needs no padding or copy.
+    (lora, _), (share, gate) = low.split_with_sizes(parts, 1), rows.sigmoid(low).split_with_sizes(parts, 1)
+    mix = rounded(rows.linear(rounded(lora * share, act), w_up, tile), act)
+    x = fold(rows.elementwise(torch.sigmoid_, mix).view(n.shape).mul_(widened(n))).div_(constant(streams))
+    return stored(x, act), gate + gate
 
 
 hyper_mix = Op(

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from sm70kernels import inputs
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
-from sm70kernels.streams import stored, stream_norm
+from sm70kernels.streams import stored, stream_norm, widened
 
 
 def reference(h: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return n act [M, S, E] for h act [M, S, E] and weight act [S, E]; eps is added to the mean square."""
-    return stored(stream_norm(h.float(), weight, eps), h.dtype)
+    return stored(stream_norm(widened(h), weight, eps), h.dtype)
 
 
 hyper_norm = Op(

@@ -26,7 +26,7 @@ def reference(
 ) -> Tensor:
     """Return out act [M, E].
 
-    x act [M, E]; ids i32 [M, K]; weights f32 [M, K]; w13 [X, 2I, E] (gate rows, then up rows) and w2 [X, E, I]; of the shared expert
+    x act [M, E]; ids i32 [M, K]; weights f32 [M, K]; w13 [X, 2I, E] (gate rows, then up rows) and w2 [E, X, I]; of the shared expert
     shared13 act [2J, E], shared2 act [E, J] and shared_gate act [1, E], all None without one.
     """
     shared = None if shared13 is None or shared2 is None or shared_gate is None else (shared13, shared2, shared_gate)
@@ -43,7 +43,7 @@ moe_qpn = Op(
         ids="i32[M,K]",
         weights="f32[M,K]",
         w13="bank[X,I2,E]",
-        w2="bank[X,E,I]",
+        w2="bank[E,X,I]",
         shared13="act[J2,E] optional",
         shared2="act[E,J] when=shared13",
         shared_gate="act[1,E] when=shared13",

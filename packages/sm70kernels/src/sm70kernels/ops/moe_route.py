@@ -8,22 +8,31 @@ the softmax over all X renormalised over the kept:
 A kept logit of -inf has weight exactly 0. A row that holds NaN or +inf, or nothing but -inf, is degenerate: ids 0..K-1, weights 0.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from sm70kernels import inputs, rows
+from sm70kernels import inputs
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
+from sm70kernels.streams import widened
+
+
+@cache
+def _first(topk: int) -> Tensor:
+    """The ids 0 .. topk-1 of a degenerate row; never written to."""
+    return torch.arange(topk)
 
 
 def reference(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """Return (ids i32 [M, K], weights f32 [M, K]) of logits act [M, X], best first; topk is K."""
-    # A stable sort keeps equal logits in id order, and puts NaN, then +inf, first: the head of a row tells whether it is degenerate.
-    values, order = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
-    kept, head = values[:, :topk], values[:, :1]
-    ok = torch.isfinite(head)
-    scaled = rows.exp(kept - head)
-    weights = torch.where(ok, scaled / rows.row_sum(scaled), 0.0)
-    return torch.where(ok, order[:, :topk], torch.arange(topk)).int(), weights
+    # A stable sort keeps equal logits in id order, and puts NaN, then +inf, first. A degenerate row thus starts with NaN, +inf or -inf,
+    # and each of them makes every weight of its softmax NaN; nothing else does. The softmax works row by row.
+    values, order = torch.sort(widened(logits), dim=-1, descending=True, stable=True)
+    weights = torch.softmax(values.narrow(1, 0, topk), -1)
+    degenerate = weights != weights
+    ids = torch.where(degenerate, _first(topk), order.narrow(1, 0, topk)).int()
+    return ids, weights.masked_fill_(degenerate, 0.0)
 
 
 moe_route = Op(

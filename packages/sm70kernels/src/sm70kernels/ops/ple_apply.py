@@ -11,6 +11,7 @@ so a row reads the same c from its own call as a later call reads from the histo
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,56 +19,83 @@ from torch import Tensor
 from sm70kernels import inputs
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 from sm70kernels.rows import TILE, linear, row_sum, sigmoid, silu
-from sm70kernels.streams import rounded, stored, stream_norm
+from sm70kernels.streams import constant, fold, rounded, stored, stream_norm, widened
 
 FLOOR = 1e-6
 """Lower limit of |s| under the square root."""
 
 
-def _taps(extended: Tensor, taps: Tensor, dilation: int) -> Tensor:
-    """The convolution before its silu: extended f32 [..., HL+T, C] (history, then rows), taps f32 [KW, C] -> f32 [..., T, C]."""
-    count = extended.shape[-2] - (taps.shape[0] - 1) * dilation
-    total = extended.narrow(-2, 0, count) * taps[0]
-    for i in range(1, taps.shape[0]):
-        total += extended.narrow(-2, i * dilation, count) * taps[i]
-    return total
+def _convolve(extended: Tensor, taps: Tensor, dilation: int) -> Tensor:
+    """The convolution before its silu: extended [N, HL+T, C] contiguous (history, then rows), taps [C, KW] -> f32 [N·T, C]."""
+    (requests, length, channels), width = extended.shape, taps.shape[1]
+    count = length - (width - 1) * dilation
+    # windows[i, tap, t] is row t + tap · dilation of request i.
+    steps = (length * channels, dilation * channels, channels, 1)
+    windows = widened(extended).as_strided((requests, width, count, channels), steps)
+    terms = windows * widened(taps).t().contiguous().unsqueeze(1)
+    return fold(terms.reshape(requests, width, count * channels)).view(requests * count, channels)
 
 
-def _decode(
-    c: Tensor, taps: Tensor, dilation: int, history: Tensor, slot: Tensor, rows: Tensor, fresh: Tensor, write: bool
-) -> tuple[Tensor, Tensor]:
-    """Rows in N rectangles of T: return (convolution f32 [M, C], owned bool [M]), and move the histories on when `write`."""
-    requests, (m, channels) = slot.shape[0], c.shape
+@lru_cache(maxsize=64)
+def _ascending(count: int) -> Tensor:
+    """0 .. count-1, never written to."""
+    return torch.arange(count)
+
+
+def _live(slot: Tensor, rows: Tensor) -> Tensor:
+    """The requests that own rows, i64 [L] ascending."""
+    return (rows * (slot.clamp(min=0) == slot)).nonzero(as_tuple=True)[0]
+
+
+def _rectangle(m: int, live: Tensor, slot: Tensor, rows: Tensor) -> Tensor:
+    """Rows in N rectangles of T: the owned ones, i64 [R] ascending."""
+    requests = slot.shape[0]
     if m % max(requests, 1) or (m and not requests):
         raise ValueError(f"ple_apply: h axis 0: M={m} is not a multiple of slot axis 0: N={requests}; decode rows are N x T")
     width = m // max(requests, 1)
-    past = history.index_select(0, slot.clamp(min=0)).masked_fill_(fresh.bool().view(-1, 1, 1), 0.0)
-    extended = torch.cat([past, c.view(requests, width, channels)], dim=1)
-    taken = rows.masked_fill(slot < 0, 0)
+    if width == 1:  # a live request owns its only row
+        return live
+    columns = _ascending(width)
+    owned = columns < rows[live].unsqueeze(1)
+    return (live.unsqueeze(1) * width + columns)[owned]
+
+
+def _decode(
+    c: Tensor, live: Tensor, taps: Tensor, dilation: int, history: Tensor, slot: Tensor, rows: Tensor, fresh: Tensor, write: bool
+) -> Tensor:
+    """Return the convolution of the owned rows, f32 [R, C], and move the histories on when `write`; c [M, C] is 0 in all other rows."""
+    width, (depth, channels) = c.shape[0] // max(slot.shape[0], 1), history.shape[1:]
+    held = slot.index_select(0, live).long()
+    past = history.index_select(0, held)
+    (anew,) = fresh.index_select(0, live).nonzero(as_tuple=True)
+    if anew.shape[0]:  # rare: the first step of a request
+        past.index_fill_(0, anew, 0.0)
+    extended = torch.cat((past, c.view(slot.shape[0], width, channels).index_select(0, live)), 1)
+    conv = _convolve(extended, taps, dilation)
+    if width == 1:
+        latest = extended.narrow(1, 1, depth)
+    else:
+        taken = rows[live]
+        conv = conv[(_ascending(width) < taken.unsqueeze(1)).view(-1)]
+        first = _ascending(live.shape[0]) * (depth + width) + taken
+        latest = extended.flatten(0, 1)[first.unsqueeze(1) + _ascending(depth)]
     if write:
-        movers = taken.nonzero().squeeze(1)
-        first = movers * extended.shape[1] + taken[movers]
-        latest = extended.flatten(0, 1)[first.unsqueeze(1) + torch.arange(history.shape[1])]
-        history.index_copy_(0, slot[movers].long(), latest)
-    owned = torch.arange(width) < taken.unsqueeze(1)
-    return _taps(extended.float(), taps, dilation).view(m, channels), owned.view(m)
+        history.index_copy_(0, held, latest)
+    return conv
 
 
 def _prefill(
-    c: Tensor, taps: Tensor, dilation: int, history: Tensor, slot: Tensor, start: Tensor, rows: Tensor, fresh: Tensor, write: bool
-) -> tuple[Tensor, Tensor]:
-    """Rows in slices: the same results as :func:`_decode`."""
-    conv, owned = torch.zeros(c.shape, dtype=torch.float32), torch.zeros(c.shape[0], dtype=torch.bool)
-    for held, first, count, anew in zip(slot.tolist(), start.tolist(), rows.tolist(), fresh.tolist(), strict=True):
-        if held < 0 or count == 0:
-            continue
-        mine = slice(first, first + count)
-        extended = torch.cat([torch.zeros_like(history[held]) if anew else history[held], c[mine]])
-        conv[mine] = _taps(extended.float(), taps, dilation)
-        owned[mine] = True
+    c: Tensor, live: Tensor, taps: Tensor, dilation: int, history: Tensor, slot: Tensor, rows: Tensor, fresh: Tensor, write: bool
+) -> Tensor:
+    """The same for rows in slices; c [R, C] holds the owned rows only, slice after slice."""
+    conv = [torch.zeros(0, c.shape[1])]
+    parts = c.split(rows[live].tolist()) if live.shape[0] else ()
+    for held, anew, part in zip(slot[live].tolist(), fresh[live].tolist(), parts, strict=True):
+        extended = torch.cat([torch.zeros_like(history[held]) if anew else history[held], part])
+        conv.append(_convolve(extended.unsqueeze(0), taps, dilation))
         if write:
-            history[held] = extended[count:]
-    return conv, owned
+            history[held] = extended[part.shape[0] :]
+    return torch.cat(conv)
 
 
 def reference(
@@ -99,21 +127,34 @@ def reference(
     whatever the slot holds. With `write` the history of a request that owns rows becomes the last HL of (old history, owned rows).
     Raises ValueError when N does not divide M in decode.
     """
-    tile, dtype = TILE[kind], h.dtype
-    wide = h.float()
-    key = stream_norm(rounded(linear(e, key_w, tile), dtype).view(h.shape), norm_key, eps)
-    score = row_sum(key * stream_norm(wide, norm_query, eps)) / math.sqrt(h.shape[2])
-    gate = sigmoid(score.sign() * score.abs().clamp(min=FLOOR).sqrt())
-    gated = gate * rounded(linear(e, value_w, tile), dtype).unsqueeze(1)
-    c = stored(stream_norm(gated, norm_conv, eps), dtype).flatten(1)
-    taps = conv_w.float().t().contiguous()
+    (m, streams, hidden), tile, dtype = h.shape, TILE[kind], h.dtype
+    channels, live = streams * hidden, _live(slot, rows)
     if kind == "decode":
-        conv, owned = _decode(c, taps, dilation, history, slot, rows, fresh, write)
+        mine = _rectangle(m, live, slot, rows)
     else:
-        conv, owned = _prefill(c, taps, dilation, history, slot, start, rows, fresh, write)
-    mine = owned.view(-1, 1, 1)
-    h.copy_(torch.where(mine, wide + (gated + silu(conv).view(h.shape)), wide))
-    return c.masked_fill_(~owned.unsqueeze(1), 0.0)
+        spans = zip(start[live].tolist(), rows[live].tolist(), strict=True)
+        mine = torch.cat([_ascending(0), *[torch.arange(first, first + count) for first, count in spans]])
+
+    # The products run on whole tiles; everything after them on the rows that somebody owns. Key and query are normed in one go.
+    key = rounded(linear(e, key_w, tile).index_select(0, mine), dtype).view(-1, streams, hidden)
+    both = torch.stack((key, widened(h.index_select(0, mine))))
+    key, query = stream_norm(both, torch.stack((norm_key, norm_query)).unsqueeze(1), eps)
+    score = row_sum(key.mul_(query)).div_(constant(math.sqrt(hidden)))
+    root = score.abs().clamp_(min=FLOOR).sqrt_().mul_(score.sign())
+    value = rounded(linear(e, value_w, tile).index_select(0, mine), dtype)
+    # One gate value for every element: whole vectors, which the sigmoid takes without padding.
+    gated = sigmoid(root.expand(key.shape).contiguous()).mul_(value.unsqueeze(1))
+    c = stored(stream_norm(gated, norm_conv, eps), dtype).view(-1, channels)
+    placed = c.new_zeros(m, channels).index_copy_(0, mine, c)
+    if kind == "decode":
+        conv = _decode(placed, live, conv_w, dilation, history, slot, rows, fresh, write)
+    else:
+        conv = _prefill(c, live, conv_w, dilation, history, slot, rows, fresh, write)
+
+    added = gated.view(-1, channels).add_(silu(conv))
+    flat = h.view(m, channels)
+    flat.index_copy_(0, mine, stored(added.add_(flat.index_select(0, mine)), dtype))
+    return placed
 
 
 def _kind(draw: inputs.Draw) -> str:

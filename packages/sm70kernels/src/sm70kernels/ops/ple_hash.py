@@ -24,14 +24,14 @@ def reference(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor,
     order, heads = ids.shape[1], primes.shape[0]
     if order < 2 or heads % (order - 1):
         raise ValueError(f"ple_hash: J = {heads} heads do not divide among the {order - 1} n-gram orders of G = {order}; pass a multiple")
-    tokens = list(ids.unbind(1))
+    tokens, factors = list(ids.split(1, 1)), multipliers.unbind()
     for i in range(2, order):
         tokens[i] = tokens[i].masked_fill(tokens[i - 1] == eos, eos)
-    mixes = [tokens[0] * multipliers[0] ^ tokens[1] * multipliers[1]]
+    mixes = [tokens[0] * factors[0] ^ tokens[1] * factors[1]]
     for i in range(2, order):
-        mixes.append(mixes[-1] ^ tokens[i] * multipliers[i])
-    mix = torch.stack(mixes, dim=1).unsqueeze(-1)
-    return torch.remainder(mix, primes.view(order - 1, -1)).flatten(1) + offsets
+        mixes.append(mixes[-1] ^ tokens[i] * factors[i])
+    heads_of = primes.view(order - 1, -1)
+    return torch.remainder(torch.stack(mixes, 1), heads_of).flatten(1).add_(offsets)
 
 
 ple_hash = Op(

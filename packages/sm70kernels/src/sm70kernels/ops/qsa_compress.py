@@ -10,11 +10,17 @@ row's raw key is stored at ring[slot, p % RR]. A block is pooled again whenever 
 rejected draft's key never survives (kernels.md C9, model.md 2.6.1).
 """
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sm70kernels import inputs, rotary
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
+
+Array = NDArray[Any]
 
 
 def reference(
@@ -39,42 +45,43 @@ def reference(
     """
     if ring.shape[1] < ratio:
         raise ValueError(f"qsa_compress: the ring holds {ring.shape[1]} raw keys, a block needs {ratio}; allocate at least that many")
-    cells = ring.view(-1, ring.shape[2])
-    closing = ((key_index >= 0) & (slot >= 0)).nonzero().view(-1)
-    if closing.numel():
-        pooled = _pool(ik, position, slot, first, closing, ratio, cells, ring.shape[1])
-        key = rotary.rms1p(pooled.to(ik.dtype), weight, eps, ik.dtype).unsqueeze(1)
-        turned = rotary.rotate(key, *rotary.angles(cos[closing], sin[closing])).squeeze(1)
-        keys.view(-1, keys.shape[2]).index_copy_(0, key_index[closing], turned.to(keys.dtype))
-    _remember(ik, position, slot, first, cells, ring.shape[1])
+    size, width = ring.shape[1:]
+    raw, cells = ik.numpy(), ring.numpy().reshape(-1, width)
+    at, owner, begin, target = (x.numpy() for x in (position, slot, first, key_index))
+    (closing,) = ((target >= 0) & (owner >= 0)).nonzero()
+    if len(closing):
+        pooled = _pool(raw, at, owner, begin, closing, ratio, cells, size)
+        near = torch.from_numpy(closing)
+        part = rotary.floats(torch.from_numpy(pooled).to(ik.dtype))[:, None]
+        (key,) = rotary.norm_and_rotate([part], [weight], eps, cos.index_select(0, near), sin.index_select(0, near))
+        keys.numpy().reshape(-1, width)[target.take(closing)] = key.numpy()[:, 0]
+    _remember(raw, at, owner, begin, cells, size)
 
 
-def _pool(ik: Tensor, position: Tensor, slot: Tensor, first: Tensor, closing: Tensor, ratio: int, cells: Tensor, size: int) -> Tensor:
-    """Return the float32 means [C, DI] of the raw keys of the blocks that rows `closing` i64[C] end."""
-    back = torch.arange(ratio - 1, -1, -1)
-    row = closing.unsqueeze(1) - back
-    here = row >= first[closing].unsqueeze(1)
-    old = slot[closing].unsqueeze(1) * size + (position[closing].unsqueeze(1) - back) % size
-    new = ik.index_select(0, row.clamp_(min=0).view(-1)).float()
-    stored = cells.index_select(0, old.view(-1)).float()
-    raw = torch.where(here.view(-1, 1), new, stored).view(-1, ratio, ik.shape[1])
-    total = raw[:, 0]
-    for j in range(1, ratio):
-        total = total + raw[:, j]
-    return total * (1.0 / ratio)
+def _pool(raw: Array, at: Array, owner: Array, begin: Array, closing: Array, ratio: int, cells: Array, size: int) -> rotary.Floats:
+    """Return the float32 means [C, DI] of the raw keys of the blocks that rows `closing` [C] end."""
+    back = np.arange(ratio - 1, -1, -1)
+    row = closing[:, None] - back
+    here = row >= begin.take(closing)[:, None]
+    old = owner.take(closing)[:, None] * size + (at.take(closing)[:, None] - back) % size
+    values = cells.take(old, 0)
+    values[here] = raw.take(row[here], 0)
+    values = values.astype(np.float32, copy=False)
+    with np.errstate(all="ignore"):  # infinities and NaN are data
+        total: rotary.Floats = values[:, 0].copy()
+        for j in range(1, ratio):
+            total += values[:, j]
+        total *= 1.0 / ratio
+    return total
 
 
-def _remember(ik: Tensor, position: Tensor, slot: Tensor, first: Tensor, cells: Tensor, size: int) -> None:
+def _remember(raw: Array, at: Array, owner: Array, begin: Array, cells: Array, size: int) -> None:
     """Store the raw key of every row that no later row of its request overwrites."""
-    m = ik.shape[0]
-    kept = slot >= 0
-    if m > size:
-        overwritten = (first[size:] == first[:-size]) & (slot[size:] == slot[:-size])
-        kept[:-size] &= ~overwritten
-    if not kept.all():
-        chosen = kept.nonzero().view(-1)
-        ik, position, slot = ik[chosen], position[chosen], slot[chosen]
-    cells.index_copy_(0, slot.long() * size + position % size, ik)
+    kept = owner >= 0
+    if len(raw) > size:
+        kept[:-size] &= (begin[size:] != begin[:-size]) | (owner[size:] != owner[:-size])
+    (chosen,) = kept.nonzero()
+    cells[owner.take(chosen) * size + at.take(chosen) % size] = raw.take(chosen, 0)
 
 
 def _rows(draw: inputs.Draw) -> list[tuple[int, int, int]]:

@@ -32,21 +32,25 @@ def reference(
 
     qkvg act[M, (2 HQ + 2 HK) D]; iqk act[M, (HI + 1) DI]; cos, sin act[M, RH] at each row's position, times the attention factor.
     """
-    m, dtype = qkvg.shape[0], qkvg.dtype
+    m = qkvg.shape[0]
     d, di = q_weight.shape[0], iq_weight.shape[0]
-    heads = qkvg.shape[1] // (2 * d) - kv_heads
     # [M, heads, D] views, no copies: the rows of qkvg and iqk may be strided.
-    query, gate = qkvg[:, : 2 * heads * d].view(m, heads, 2, d).unbind(2)
-    key, value = qkvg[:, 2 * heads * d :].view(m, 2, kv_heads, d).unbind(1)
-    cos2, sin2 = rotary.angles(cos, sin)
-    # One pass over query and key heads: they differ only in the norm's weight.
-    both = torch.cat([query, key], 1)
-    weight = torch.cat([q_weight.expand(heads, d), k_weight.expand(kv_heads, d)])
-    turned = rotary.rotate(rotary.rms1p(both, weight, eps, dtype), cos2, sin2).to(dtype)
-    q, k = turned[:, :heads], turned[:, heads:]
-    index = rotary.rms1p(iqk[:, :-di].view(m, iqk.shape[1] // di - 1, di), iq_weight, eps, dtype)
-    iq = rotary.rotate(index, cos2, sin2).to(dtype)
-    return q.contiguous(), gate.contiguous(), k.contiguous(), value.contiguous(), iq, iqk[:, -di:].contiguous()
+    heads = rotary.floats(qkvg).reshape(m, qkvg.shape[1] // d, d)
+    index = rotary.floats(iqk).reshape(m, iqk.shape[1] // di, di)
+    cut = heads.shape[1] - 2 * kv_heads
+    gate, value, ik = (_copy(x, qkvg.dtype) for x in (heads[:, 1:cut:2], heads[:, cut + kv_heads :], index[:, -1]))
+    parts, weights = [heads[:, :cut:2], heads[:, cut : cut + kv_heads], index[:, :-1]], [q_weight, k_weight, iq_weight]
+    joint = 3 if d == di else 2  # heads of one size take one pass: the bits are the same
+    turned = rotary.norm_and_rotate(parts[:joint], weights[:joint], eps, cos, sin)
+    if joint == 2:
+        turned += rotary.norm_and_rotate(parts[2:], weights[2:], eps, cos, sin)
+    q, k, iq = turned
+    return q, gate, k, value, iq, ik
+
+
+def _copy(x: rotary.Floats, dtype: torch.dtype) -> Tensor:
+    """Return a contiguous copy of x in `dtype`, which holds its values exactly."""
+    return torch.from_numpy(x.copy()).to(dtype)
 
 
 qsa_prepare = Op(

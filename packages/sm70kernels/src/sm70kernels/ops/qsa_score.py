@@ -6,15 +6,16 @@ Float32 throughout: relu per head before the sum, heads summed as a tree of halv
 multiplication by 1 / sqrt(DI) (kernels.md C10). Scores are +0 at least; a NaN key gives NaN. Key b of a request is entry b % PK of
 block block_table[request, b // PK].
 
-Products run on tiles of 16 rows and 64 keys. Rows that select all they see need no scores (qsa_select ignores them): call with
-visible = 0 for those, a tile without visible keys costs nothing.
+Products run on tiles of up to 16 rows that see anything and 64 keys. Rows that select all they see need no scores (qsa_select
+ignores them): call with visible = 0 for those, they cost nothing.
 """
 
-import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sm70kernels import inputs, paging, rows, softmax
@@ -28,56 +29,52 @@ def reference(iq: Tensor, keys: Tensor, block_table: Tensor, request: Tensor, vi
 
     block_table i32[N, P]; request i32[M] (negative: no keys); visible i32[M] complete blocks the row may see.
     """
-    m = iq.shape[0]
-    width = block_table.shape[1] * keys.shape[1]
-    scores = torch.full((m, width), -math.inf)
-    if m == 0 or width == 0:
-        return scores
-    owners, limits = request.tolist(), visible.tolist()
-    for at in range(0, m, _TILE):
-        part = slice(at, min(at + _TILE, m))
-        count = -(-min(max(limits[part]), width) // softmax.COLUMNS)
-        if count > 0:
-            shared = len(set(owners[part])) == 1 and _routes_agree(iq.shape[1], iq.shape[2])
-            who = request[at : at + 1] if shared else rows.pad_rows(request[part], _TILE)
-            table = paging.tables(block_table, who, keys.shape[0])
-            got = _tile(iq[part], keys, table, visible[part], count * softmax.COLUMNS)
-            scores[part, : got.shape[1]] = got[:, :width]
-    return scores
+    blocks, page, di = keys.shape
+    width = block_table.shape[1] * page
+    scores = np.full((iq.shape[0], width), -np.inf, np.float32)
+    raw, owner, limit = iq.numpy(), request.numpy(), visible.numpy()
+    flat = keys.numpy().reshape(-1, di)
+    (live,) = ((limit > 0) & (owner >= 0)).nonzero()
+    for part, count in softmax.tiles(live, _TILE):
+        owners, sees = owner.take(part), limit.take(part)
+        columns = -(-min(max(sees.tolist()), width) // softmax.COLUMNS) * softmax.COLUMNS
+        if columns == 0:  # an empty block table
+            continue
+        shared = len(part) > 1 and len(set(owners.tolist())) == 1 and _routes_agree(iq.shape[1], di)
+        table = paging.tables(block_table, owners[:1] if shared else owners, 1 + -(-columns // page))
+        cells, valid = paging.leading(table, blocks, page, columns)
+        got = _tile(torch.from_numpy(raw.take(part, 0)).float(), flat, cells)
+        np.copyto(got, -np.inf, where=~(valid & (np.arange(columns) < sees[:, None])))
+        scores[part[:count], :columns] = got[:count, :width]
+    return torch.from_numpy(scores)
 
 
-def _tile(iq: Tensor, keys: Tensor, table: paging.Ints, visible: Tensor, columns: int) -> Tensor:
-    """Return the scores f32[R, columns], columns a multiple of 64, of up to 16 rows.
-
-    table, from paging.tables, has one line if the rows share their keys, else 16.
-    """
-    r, _, di = iq.shape
-    column = np.arange(columns)
-    shared = len(table) == 1
-    cells, valid = paging.locate(column[None], table, keys.shape[1])
-    seen = torch.from_numpy((valid if shared else valid[:r]) & (column < visible.numpy()[:, None]))
-    place = torch.from_numpy(cells)
-    flat, queries = keys.view(-1, di), rows.pad_rows(iq, _TILE).float()
-    parts = []
-    for at in range(0, columns, softmax.COLUMNS):
-        near = flat.index_select(0, place[:, at : at + softmax.COLUMNS].reshape(-1)).float()
-        parts.append(_by_request(queries, near) if shared else _by_row(queries, near))
-    # abs: relu keeps -0, and a block that matches nothing scores +0.
-    score = _tree(torch.cat(parts, 2)[:r].relu_()).mul_(di**-0.5).abs_()
-    return torch.where(seen, score, -math.inf)
+def _tile(queries: Tensor, flat: NDArray[Any], cells: paging.Ints) -> softmax.Floats:
+    """Return the scores f32[R, C] of queries f32[R, HI, DI] against rows `cells` [R, C] of flat; [1, C] if all share their keys."""
+    r, heads, di = queries.shape
+    product = _by_row if len(cells) == r else _by_request
+    score = np.empty((r, heads, cells.shape[1]), np.float32)
+    for at in range(0, cells.shape[1], softmax.COLUMNS):
+        block = slice(at, at + softmax.COLUMNS)
+        near = paging.fetch(flat, cells[:, block]).reshape(-1, di)
+        score[:, :, block] = product(queries, torch.from_numpy(near).float()).numpy()
+    with np.errstate(all="ignore"):  # infinities and NaN are data
+        total = _tree(np.maximum(score, 0.0, out=score))
+        total *= di**-0.5
+    return np.abs(total, out=total)  # relu may leave -0, and a block that matches nothing scores +0
 
 
 def _by_row(queries: Tensor, near: Tensor) -> Tensor:
-    """Dot products f32[16, HI, 64] of queries f32[16, HI, DI], each row with 64 keys of its own: near f32[16 * 64, DI]."""
+    """Dot products f32[R, HI, 64] of queries f32[R, HI, DI], each row with 64 keys of its own: near f32[R * 64, DI]."""
     r, heads, di = queries.shape
-    dot = softmax.batched_product(r, heads, softmax.COLUMNS, di, True, heads)
+    dot = softmax.batched_product(softmax.sizes(_TILE), heads, softmax.COLUMNS, di, True, heads)
     return dot(queries, near.view(r, softmax.COLUMNS, di).transpose(1, 2))
 
 
 def _by_request(queries: Tensor, near: Tensor) -> Tensor:
     """The same where all rows share their keys: near f32[64, DI]."""
     r, heads, di = queries.shape
-    return rows.linear(queries.view(r * heads, di), near, r * heads).view(r, heads, softmax.COLUMNS)
+    return rows.linear(queries.view(r * heads, di), near, _TILE * heads).view(r, heads, softmax.COLUMNS)
 
 
 @cache
@@ -92,12 +89,13 @@ def _routes_agree(heads: int, di: int) -> bool:
     return True
 
 
-def _tree(x: Tensor) -> Tensor:
-    """Sum x [R, HI, C] over its heads in a tree of halves; of an odd number the middle one waits for the next level."""
-    while x.shape[1] > 1:
-        half = x.shape[1] // 2
-        folded = x[:, :half] + x[:, -half:]
-        x = folded if x.shape[1] % 2 == 0 else torch.cat([folded, x[:, half : half + 1]], 1)
+def _tree(x: softmax.Floats) -> softmax.Floats:
+    """Sum x [R, HI, C] over its heads in place, in a tree of halves; of an odd number the middle one waits for the next level."""
+    heads = x.shape[1]
+    while heads > 1:
+        half = heads // 2
+        x[:, :half] += x[:, heads - half : heads]
+        heads -= half
     return x[:, 0]
 
 

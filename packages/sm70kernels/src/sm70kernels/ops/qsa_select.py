@@ -4,12 +4,12 @@ Blocks b < visible are ordered by (score descending, b ascending), -0 equal to +
 min(topk, visible) are taken. Written in ascending order: the `ratio` tokens of each taken block, then the tail
 visible * ratio .. position, then -1 (kernels.md C11, model.md 2.6.1). visible <= topk takes every block, whatever the scores.
 
-The cut is found by value, without a sort: all scores above the topk-th largest, and of those equal to it the lowest block ids.
+Only rows with visible > topk look at their scores: the others take every token up to their position.
 """
 
-import math
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sm70kernels import inputs
@@ -22,35 +22,33 @@ def reference(scores: Tensor, visible: Tensor, position: Tensor, topk: int, rati
     visible = (position + 1) // ratio blocks are complete at the row; position -1 is a padding row: all -1. Raises ValueError if a
     row that has to choose sees more blocks than there are scores.
     """
-    width = topk * ratio + ratio - 1
-    column = torch.arange(width, dtype=torch.int32)
-    last = position.unsqueeze(1)
-    seen = torch.where(position >= 0, visible, 0)
-    most = int(seen.max()) if seen.numel() else 0
-    if most <= topk:
-        return torch.where(column <= last, column, -1)  # blocks in order, then the tail: simply every token
-    if most > scores.shape[1]:
-        raise ValueError(f"qsa_select: a row sees {most} blocks, scores has {scores.shape[1]}; score every visible block")
-    chosen = _best(scores[:, :most], seen, topk)
-    rank = torch.where(chosen, chosen.cumsum(1) - 1, topk)  # blocks not taken share a column that is never read as a block
-    block = torch.arange(most, dtype=torch.int32).expand(len(chosen), most)
-    blocks = column.new_zeros(len(chosen), topk + 1).scatter_(1, rank, block)
-    taken = (seen.clamp_max(topk) * ratio).unsqueeze(1)
-    token = blocks[:, column // ratio] * ratio + column % ratio
-    tail = seen.unsqueeze(1) * ratio + column - taken
-    return torch.where(column < taken, token, torch.where(tail <= last, tail, -1))
+    last, seen = position.numpy()[:, None], visible.numpy()
+    column = np.arange(topk * ratio + ratio - 1, dtype=np.int32)
+    sel = np.where(column <= last, column, np.int32(-1))  # blocks in order, then the tail: simply every token
+    (choosing,) = ((seen > topk) & (last[:, 0] >= 0)).nonzero()
+    if len(choosing):
+        seen = seen.take(choosing)[:, None]
+        most = int(seen.max())
+        if most > scores.shape[1]:
+            raise ValueError(f"qsa_select: a row sees {most} blocks, scores has {scores.shape[1]}; score every visible block")
+        block = _best(scores.numpy().take(choosing, 0)[:, :most], seen, topk)[:, :, None]
+        taken = topk * ratio
+        made = np.empty((len(choosing), len(column)), np.int32)
+        made[:, :taken] = (block * ratio + column[:ratio]).reshape(-1, taken)
+        tail = seen * ratio + column[: ratio - 1]
+        made[:, taken:] = np.where(tail <= last.take(choosing)[:, None], tail, -1)
+        sel[choosing] = made
+    return torch.from_numpy(sel)
 
 
-def _best(scores: Tensor, seen: Tensor, topk: int) -> Tensor:
-    """Return bool[M, C]: the first min(topk, seen) blocks of each row in the order above; scores f32[M, C], C > topk."""
-    # float64 has room below float32's lowest for -inf proper, and for NaN and unseen blocks under it.
-    key = scores.double().nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-1e300)
-    unseen = torch.arange(key.shape[1]) >= seen.unsqueeze(1)
-    key.masked_fill_(unseen, -math.inf)
-    cut = key.kthvalue(key.shape[1] - topk + 1, dim=1, keepdim=True).values
-    above, level = key > cut, key == cut
-    room = topk - above.sum(1, keepdim=True)
-    return (above | (level & (level.cumsum(1) <= room))) & ~unseen
+def _best(scores: NDArray[np.float32], seen: NDArray[np.int32], topk: int) -> NDArray[np.int64]:
+    """Return the first topk blocks of each row in the order above, ascending: [M, topk] of scores f32[M, C], topk < seen [M, 1] <= C."""
+    key = -scores
+    # A stable sort keeps equal scores in the order of their blocks; numpy sorts NaN to the end, the seen before the unseen there.
+    np.copyto(key, np.nan, where=np.arange(key.shape[1]) >= seen)
+    best: NDArray[np.int64] = key.argsort(1, kind="stable")[:, :topk]
+    best.sort(1)
+    return best
 
 
 def _scores(draw: inputs.Draw) -> Tensor:
