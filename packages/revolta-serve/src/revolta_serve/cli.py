@@ -98,7 +98,7 @@ def make_tiny(
     seed: Annotated[int, typer.Option(help="of the random weights")] = 0,
     dtype: Annotated[str, typer.Option(metavar="float32|float16|bfloat16", help="type of the weights")] = "float32",
     shards: Annotated[int, typer.Option(min=1, help="weight files")] = 1,
-    kv_scales: Annotated[bool, typer.Option("--kv-scales", help="write calibrated K and V scales too")] = False,
+    kv_scales: Annotated[bool, typer.Option(help="write calibrated K and V scales")] = True,
     text_only: Annotated[bool, typer.Option("--text-only", help="no vision tower, names of a text export")] = False,
     per_expert: Annotated[bool, typer.Option("--per-expert", help="one tensor per expert instead of banks")] = False,
     set: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="a dimension, such as layers=4, repeatable")] = None,

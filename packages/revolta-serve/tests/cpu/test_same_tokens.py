@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from revolta_serve.runner import batch
 from revolta_serve.runner.runner import Runner
 from revolta_serve.scheduler.scheduler import Scheduler
 from revolta_serve.types import GenerateRequest, StepPlan
@@ -83,6 +84,12 @@ def test_alone_equals_batched(runner: Runner) -> None:
     assert differing(runner, batched, measured) == []
 
 
+def test_alone_equals_batched_in_half_precision(checkpoint: Path) -> None:
+    half = load(checkpoint, dtype="float16")
+    measured = random_requests(half, 12, seed=3)
+    assert differing(half, together(half, measured), measured) == []
+
+
 def test_plain_matrix_products_would_be_seen(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the test above: with torch's own linear on unpadded rows, batch mates change bits."""
 
@@ -91,6 +98,7 @@ def test_plain_matrix_products_would_be_seen(runner: Runner, monkeypatch: pytest
 
     monkeypatch.setattr(rows, "linear", plain)
     monkeypatch.setitem(rows.TILE, "decode", 1)
+    monkeypatch.setattr(batch, "GRANULE", 1)
     measured = random_requests(runner, 8, seed=2)
     assert differing(runner, together(runner, measured), measured) != []
 

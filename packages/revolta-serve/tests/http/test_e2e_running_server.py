@@ -102,6 +102,6 @@ def running(pid: int) -> bool:
 
 
 def test_the_helpers_load_torch_only_to_write_checkpoints() -> None:
-    code = "import sys; from revolta_serve.testing import running_server; assert 'torch' not in sys.modules; import revolta_serve.testing as t; t.nothing"
+    code = "import sys; import revolta_serve.testing as t; t.running_server; assert 'torch' not in sys.modules; t.nothing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "AttributeError: module 'revolta_serve.testing' has no attribute 'nothing'" in done.stderr

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,13 +200,14 @@ def test_concurrent_requests_equal_the_same_requests_alone(tiny: RunningServer) 
     async def together() -> list[Said]:
         return await asyncio.gather(*(ask(tiny, **request) for request in requests))
 
-    before = metrics(tiny.url)
+    counts = [metrics(tiny.url)]
     alone = [ask_async(tiny, **request) for request in requests]
-    between = metrics(tiny.url)
+    counts.append(metrics(tiny.url))
     crowd = asyncio.run(together())
-    after = metrics(tiny.url)
+    counts.append(metrics(tiny.url))
     assert [(said.choices, said.usage) for said in crowd] == [(said.choices, said.usage) for said in alone]
-    steps = between["engine_steps_total"] - before["engine_steps_total"], after["engine_steps_total"] - between["engine_steps_total"]
+    steps, tokens = (
+        [later[name] - sooner[name] for sooner, later in pairwise(counts)] for name in ("engine_steps_total", "generation_tokens_total")
+    )
     assert steps[1] < 0.6 * steps[0], f"steps alone and together: {steps}; requests did share them"
-    tokens = [later["generation_tokens_total"] - sooner["generation_tokens_total"] for sooner, later in ((before, between), (between, after))]
     assert tokens[0] == tokens[1] == sum(len(choice.tokens) for said in alone for choice in said.choices.values())

@@ -40,8 +40,8 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
     emitted = scripted_checkpoint(directory, f"{REASONING}</think>\n\n{CONTENT}", prompts=[PROMPT], bytewise=True)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     byte = {char: number for number, char in enumerate(byte_alphabet())}
-    control = tokenizer.get_added_tokens_decoder()
-    tokens = [b"" if token in control else bytes(byte[char] for char in tokenizer.id_to_token(token)) for token in emitted]
+    spelling, control = {token: text for text, token in tokenizer.get_vocab().items()}, tokenizer.get_added_tokens_decoder()
+    tokens = [b"" if token in control else bytes(byte[char] for char in spelling[token]) for token in emitted]
     with running_server(directory, {"api.sse_keep_alive": KEEP_ALIVE}, pausable=True) as server:
         yield Held(server, tokens, emitted.index(tokenizer.token_to_id("</think>")))
 

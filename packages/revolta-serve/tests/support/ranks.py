@@ -1,13 +1,18 @@
-"""The same hand-driven requests on every rank of a group of processes, each with its own share of the model."""
+"""The same work on every rank of a group of processes, each with its own share of the model."""
 
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from sm70kernels import moe_route, qsa_select
+from sm70kernels.op import Op
+from support.drive import Request, full_pass
 from torch import Tensor
 
 from revolta_serve.config import ModelSource, ParallelConfig, ServeConfig
@@ -15,34 +20,63 @@ from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.parallel.groups import close_groups
 from revolta_serve.runner.runner import Runner
 from revolta_serve.types import Slice
-from support.drive import Request
 
 
 @dataclass
 class Ranked:
     """What one rank saw."""
 
+    passes: list[Tensor]
+    """f32[T, V] logits of a whole pass over each text."""
+    experts: list[Tensor]
+    """i64[rows, K] sorted choices of every router call of those passes, in order."""
+    blocks: list[Tensor]
+    """i64[rows, W] sorted tokens of every selection."""
     logits: list[Tensor]
-    """One f32[V] per sampled position."""
+    """f32[V] at each position of a prefill and its forced continuation."""
     tokens: list[int]
     weight_bytes: int
     kv_bytes: int
     """Of K and V; index keys are on every rank."""
     collectives: dict[str, int]
+    """During the prefill and the continuation."""
     steps: int
 
 
-def _one_rank(rank: int, config: ServeConfig, prompt: list[int], forced: list[int], out: Any) -> None:
+@contextmanager
+def _recorded(op: Op[Any], into: list[Tensor]) -> Iterator[None]:
+    """Keep the sorted rows of the first output of every call."""
+    original = op.reference
+
+    def reference(*args: Any) -> Any:
+        result = original(*args)
+        chosen = result[0] if isinstance(result, tuple) else result
+        into.append(chosen.long().sort(-1).values)
+        return result
+
+    op.reference = reference
+    try:
+        yield
+    finally:
+        op.reference = original
+
+
+def _one_rank(rank: int, config: ServeConfig, texts: list[list[int]], prompt: list[int], forced: list[int], out: Any) -> None:
     torch.set_num_threads(1)
     runner = Runner.load(config, rank)
+    experts: list[Tensor] = []
+    blocks: list[Tensor] = []
+    with _recorded(moe_route, experts), _recorded(qsa_select, blocks):
+        passes = [full_pass(runner, text)[0] for text in texts]
     logits: list[Tensor] = []
 
     def tap(_piece: Slice, judged: Tensor) -> None:
         logits.append(judged[-1])
 
     runner.tap = tap
-    runner.model.groups.tensor.calls.clear()
-    runner.model.groups.context.calls.clear()
+    groups = runner.model.groups
+    groups.tensor.calls.clear()
+    groups.context.calls.clear()
     request = Request(runner, 0, prompt)
     request.prefill(128)
     sampled = [request.ids.pop()]
@@ -50,23 +84,29 @@ def _one_rank(rank: int, config: ServeConfig, prompt: list[int], forced: list[in
         request.ids.append(token)
         request.decode(1)
         sampled.append(request.ids.pop())
-    groups = runner.model.groups
     calls = {f"tensor.{kind}": n for kind, n in groups.tensor.calls.items()}
     calls |= {f"context.{kind}": n for kind, n in groups.context.calls.items()}
     steps = -(-len(prompt) // 128) + len(forced)
     kv_bytes = runner.pools.k.nbytes + runner.pools.v.nbytes
-    torch.save(Ranked(logits, sampled, runner.report.weight_bytes, kv_bytes, calls, steps), f"{out}/{rank}")
+    seen = Ranked(passes, experts, blocks, logits, sampled, runner.report.weight_bytes, kv_bytes, calls, steps)
+    torch.save(seen, f"{out}/{rank}")
     close_groups(groups)
 
 
-def run_ranks(directory: Path, tensor: int, context: int, prompt: list[int], forced: list[int]) -> list[Ranked]:
-    """Prefill `prompt`, then feed `forced` token by token, on `tensor` processes; what each rank saw, in rank order."""
+def run_ranks(
+    directory: Path, tensor: int, context: int, prompt: list[int], forced: list[int], texts: list[list[int]] | None = None
+) -> list[Ranked]:
+    """On `tensor` processes: a whole pass over each of `texts`, then prefill `prompt` and feed `forced` token by token.
+
+    Returns what each rank saw, in rank order.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         parallel = ParallelConfig(tensor=tensor, decode_context=context, rendezvous=os.path.join(scratch, "meet"))
         config = ServeConfig(model=ModelSource(path=str(directory)), parallel=parallel)
         config = replace(config, schedule=replace(config.schedule, max_model_len=1024)).resolve(ModelConfig.load(directory))
         spawn = multiprocessing.get_context("spawn")
-        processes = [spawn.Process(target=_one_rank, args=(rank, config, prompt, forced, scratch)) for rank in range(tensor)]
+        arguments = [(rank, config, texts or [], prompt, forced, scratch) for rank in range(tensor)]
+        processes = [spawn.Process(target=_one_rank, args=each) for each in arguments]
         for process in processes:
             process.start()
         for process in processes:

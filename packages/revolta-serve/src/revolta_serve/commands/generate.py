@@ -46,10 +46,12 @@ def generate(config: ServeConfig, job: Job) -> int:
     model = ModelConfig.load(alone.model.path)
     prompt = _prompt(job, checked, model.vocab)
 
+    from revolta_serve.runner.progress import LoadProgress
     from revolta_serve.runner.runner import Runner
 
     began = time.perf_counter()
-    runner = Runner.load(checked.config, 0)
+    with LoadProgress() as progress:
+        runner = Runner.load(checked.config, 0, progress)
     loaded = time.perf_counter()
     rows: list[Tensor] = []
 

@@ -25,9 +25,13 @@ Load = Callable[[ServeConfig, int], Steps]
 
 def load_runner(config: ServeConfig, rank: int) -> Steps:
     """The real one: imports torch, so not before it is needed."""
+    from revolta_serve.runner.progress import LoadProgress
     from revolta_serve.runner.runner import Runner
 
-    return Runner.load(config, rank)
+    if rank:
+        return Runner.load(config, rank)
+    with LoadProgress() as progress:
+        return Runner.load(config, rank, progress)
 
 
 def local(runner: Steps) -> LocalChannel:

@@ -81,7 +81,7 @@ def make_tiny(
     seed: int = 0,
     dtype: str = "float32",
     shards: int = 1,
-    kv_scales: bool = False,
+    kv_scales: bool = True,
     text_only: bool = False,
     per_expert: bool = False,
     **shape: Any,
@@ -91,7 +91,7 @@ def make_tiny(
     seed        of all weights; the same arguments give the same bytes
     dtype       float32, float16 or bfloat16, of every tensor
     shards      weight files; more than one comes with model.safetensors.index.json
-    kv_scales   also write calibrated K and V scales (scalars, float32)
+    kv_scales   calibrated K and V scales (scalars, float32), which other readers report as unexpected and ignore
     text_only   `model.` names, a flat config and no vision tower, as text exports have
     per_expert  one tensor per expert and projection instead of fused banks
     shape       fields of TinyShape
