@@ -203,6 +203,15 @@ def test_a_rank_lost_inside_a_collective_does_not_hang_the_engine(config):
     asyncio.run(scenario())
 
 
+def test_a_collective_that_breaks_before_its_rank_is_missed_does_not_hide_the_reason(config):
+    async def scenario():
+        async with engine(replace(config, parallel=ParallelConfig(tensor=2))) as client:
+            outputs = await collect(await client.submit(request(prompt=(fake_engine.RANK_1_BREAKS,))))
+            assert outputs[-1].error == "the engine is dead: rank 1 ended with signal SIGKILL"
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_dies_in_a_step_is_noticed_at_once(config):
     async def scenario():
         async with engine(config) as client:

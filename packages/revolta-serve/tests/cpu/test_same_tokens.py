@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from revolta_serve.runner import batch
 from revolta_serve.runner.runner import Runner
 from revolta_serve.scheduler.scheduler import Scheduler
 from revolta_serve.types import GenerateRequest, StepPlan
@@ -93,12 +92,10 @@ def test_alone_equals_batched_in_half_precision(checkpoint: Path) -> None:
 def test_plain_matrix_products_would_be_seen(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the test above: with torch's own linear on unpadded rows, batch mates change bits."""
 
-    def plain(x: Tensor, w: Tensor, _rows: int) -> Tensor:
-        return F.linear(x.float(), w.float())
+    def plain(_rows: int, _n: int, _k: int) -> rows.Product:
+        return rows.Product(F.linear, 1)
 
-    monkeypatch.setattr(rows, "linear", plain)
-    monkeypatch.setitem(rows.TILE, "decode", 1)
-    monkeypatch.setattr(batch, "GRANULE", 1)
+    monkeypatch.setattr(rows, "product", plain)
     measured = random_requests(runner, 8, seed=2)
     assert differing(runner, together(runner, measured), measured) != []
 

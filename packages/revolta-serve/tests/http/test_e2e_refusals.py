@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import httpx
 import pytest
 
 from revolta_serve.testing import RunningServer, running_server
 from revolta_serve.weights.tiny import make_tiny
-from support.wire import IDLE, Wire, in_use, metrics, wait_until_idle
+from support.wire import IDLE, Wire, get, in_use, metrics, post, wait_until_idle
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMIT = 2048
@@ -38,14 +37,14 @@ def normal(server: RunningServer) -> list[Any]:
     answers = []
     for path, fields in ((COMPLETIONS, {"prompt": "Once"}), (CHAT, {"messages": [{"role": "user", "content": "hi"}]})):
         body = {**fields, "max_tokens": 6, "seed": 5, "temperature": 1, "n": 2, "return_token_ids": True}
-        answer = httpx.post(f"{server.url}{path}", json=body, timeout=20).json()
+        answer = post(server.url, path, body).json()
         answers.append([answer["choices"], answer["usage"]])
     return answers
 
 
 def refused(server: RunningServer, path: str, body: bytes, headers: dict[str, str] = JSON) -> tuple[int, dict[str, Any]]:
     """(status, error object) of a request that must be refused in OpenAI's form."""
-    response = httpx.post(f"{server.url}{path}", content=body, headers=headers, timeout=20)
+    response = post(server.url, path, body, headers)
     assert response.headers["content-type"] == "application/json", response.text
     assert 400 <= response.status_code < 500, response.text
     [(key, error)] = response.json().items()
@@ -147,7 +146,7 @@ def test_wrong_types_and_sizes_of_bodies(server: RunningServer) -> None:
         assert str(BODY_LIMIT) in error["message"]
     status, error = refused(server, "/v1/no/such/route", body)
     assert (status, error["type"]) == (404, "not_found_error")
-    assert httpx.get(f"{server.url}{CHAT}").status_code == 405
+    assert get(server.url, CHAT).status_code == 405
     assert not in_use(server.url)
     assert normal(server) == answers
 
@@ -158,7 +157,7 @@ def test_what_is_no_http_ends_its_own_connection_only(server: RunningServer) -> 
         with socket.create_connection((host, int(port)), timeout=5) as connection:
             connection.sendall(garbage)
             assert b" 200 " not in connection.recv(1000)
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert get(server.url, "/health").status_code == 200
 
 
 LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "temperature": 1}
@@ -220,7 +219,7 @@ def test_a_full_queue_is_429_before_any_stream(server: RunningServer) -> None:
             stack.enter_context(Wire(server.url, COMPLETIONS, {**LONG, "n": 2, "stream": True}))
         until(server, SLOTS, 4)
         for stream in (False, True):
-            response = httpx.post(f"{server.url}{COMPLETIONS}", json={**LONG, "stream": stream}, timeout=5)
+            response = post(server.url, COMPLETIONS, {**LONG, "stream": stream})
             assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
             assert response.headers["retry-after"] == "1"
     wait_until_idle(server.url, 2)

@@ -137,11 +137,13 @@ STOPS: dict[str, tuple[list[str], str, str | None]] = {
 
 @pytest.mark.parametrize("name", STOPS)
 def test_stop_strings(scripted: Scripted, name: str) -> None:
-    asker = ask_async if name == "at once" else ask_sync
     stops, content, matched = STOPS[name]
-    fields = {"messages": MESSAGES, "reasoning_effort": "high", "stop": stops}
-    whole = asker(scripted.server, stream=False, **fields)
-    streamed = asker(scripted.server, stream=True, **fields)
+
+    async def both() -> list[Said]:
+        fields = {"messages": MESSAGES, "reasoning_effort": "high", "stop": stops}
+        return await asyncio.gather(*(ask(scripted.server, stream=stream, **fields) for stream in (False, True)))
+
+    whole, streamed = asyncio.run(both())
     said = whole.choices[0]
     assert (said.content, said.reasoning, said.finish, said.stop) == (content, REASONING, "stop", matched)
     assert said.tokens == scripted.emitted[: len(said.tokens)]

@@ -18,7 +18,7 @@ from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.types import SliceResult, StartupReport, StepPlan, StepResult
 
 VOCAB = 1000
-RAISE, HANG, DIE, CORRUPT, RANK_1_DIES, SLOW = 990, 991, 992, 993, 994, 995
+RAISE, HANG, DIE, CORRUPT, RANK_1_DIES, SLOW, RANK_1_BREAKS = 990, 991, 992, 993, 994, 995, 996
 COMMAND = (sys.executable, "-P", __file__)
 
 CONFIG = {
@@ -88,6 +88,11 @@ class FakeRunner:
             if self.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)  # rank 0 waits in a collective that never returns
+        if token == RANK_1_BREAKS:
+            if self.rank == 1:
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("connection closed by peer")  # rank 0 notices before anyone else
 
 
 if __name__ == "__main__":

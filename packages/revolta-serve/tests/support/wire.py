@@ -98,10 +98,24 @@ def payloads(body: bytes) -> list[Any]:
     return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
+def get(url: str, path: str) -> httpx.Response:
+    """One GET on a connection of its own; certificates, which take long to read, are not looked at."""
+    with httpx.Client(verify=False, trust_env=False, timeout=20) as client:
+        return client.get(f"{url}{path}")
+
+
+def post(url: str, path: str, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+    """One POST on a connection of its own; bytes are sent as they are, anything else as JSON."""
+    with httpx.Client(verify=False, trust_env=False, timeout=20) as client:
+        if isinstance(body, bytes):
+            return client.post(f"{url}{path}", content=body, headers=headers)
+        return client.post(f"{url}{path}", json=body, headers=headers)
+
+
 def metrics(url: str) -> dict[str, float]:
     """Samples of /metrics whose only label is the model's name, by their name without the prefix."""
     samples = {}
-    for line in httpx.get(f"{url}/metrics", timeout=10).text.splitlines():
+    for line in get(url, "/metrics").text.splitlines():
         name, _, value = line.rpartition(" ")
         if not line.startswith("#") and name.count("=") == 1:
             samples[name.partition("{")[0].removeprefix("revolta:")] = float(value)

@@ -6,8 +6,8 @@ widths. A state is S [.., V, K] with K contiguous, the transpose of the M of the
     S <- exp(g) S;   u = beta (v - S k);   S <- S + u k^T;   o = S q
 
 Element-wise products and sums over the last axis only: a request's bits do not depend on which requests share the call. The work
-is done in numpy on the tensors' memory: its calls cost a third of torch's, it has a product-and-sum without a temporary (einsum, in
-its own loops, not BLAS), and it does not fork a thread team for a few states.
+is done in numpy on the tensors' memory: its calls cost a third of torch's, it has a product-and-sum without a temporary (vecdot), and
+it does not fork a thread team for a few states. Call everything here under np.errstate(all="ignore"): infinities and NaN are data.
 Source: Gated Delta Networks (Yang, Kautz, Hatamizadeh 2024), equation 10, with the l2-normalised q and k of Qwen3-Next.
 """
 
@@ -17,29 +17,33 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sm70kernels import rows
+
 Array = NDArray[np.float32]
 
 L2_EPS = 1e-6
 """Added to the sum (not the mean) of squares of a q or k head, inside the root."""
 
-_LOWEST = np.finfo(np.float32).min
-"""A log decay of -inf becomes this: its exponential is the same 0, and the cast does not overflow."""
+_HIGHEST = np.float32(88.0)
+"""A larger A_log becomes this: its exponential stays finite, so that it times a softplus of 0 is 0."""
+
+_FASTEST = np.float64(np.finfo(np.float32).max)
+"""A log decay of -inf becomes minus this: its exponential is the same 0, and the cast does not overflow."""
 
 
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Array, Array]:
     """Return (g, beta), float32 [.., HV] like a and b: the log decay (<= 0) and the write strength (0..1) of each head.
 
-    g = -exp(A_log) softplus(a + dt_bias), where softplus is the identity above 20; beta = sigmoid(b). A_log and dt_bias are [HV], or
-    [L, HV] for a and b [L, .., HV]. Computed in float64 and rounded once; numpy masks its vector tails, so an element's bits do not
-    depend on its place.
+    g = -exp(A_log) softplus(a + dt_bias); beta = sigmoid(b). A_log and dt_bias are [HV], or [L, HV] for a and b [L, .., HV]. g is
+    computed in float64 and rounded once: its error is multiplied by up to exp(A_log) before another exponential sees it.
     """
-    by_layer = (*A_log.shape[:-1], *(1,) * (a.dim() - A_log.dim()), A_log.shape[-1])
-    rate = -np.exp(np.minimum(A_log.numpy(), 88.0).reshape(by_layer), dtype=np.float64)
-    x = a.float().numpy() + dt_bias.numpy().reshape(by_layer).astype(np.float64)
-    softened = np.where(x > 20.0, x, np.log1p(np.exp(np.minimum(x, 20.0))))
-    g = np.maximum(softened * rate, np.float64(_LOWEST)).astype(np.float32)
-    beta = 0.5 + 0.5 * np.tanh(0.5 * b.float().numpy().astype(np.float64))
-    return g, beta.astype(np.float32)
+    raw, log_rate, bias = rows.floats(a), A_log.numpy(), dt_bias.numpy()
+    if log_rate.ndim > 1:
+        by_layer = (len(log_rate), *(1,) * (raw.ndim - 2), log_rate.shape[-1])
+        log_rate, bias = log_rate.reshape(by_layer), bias.reshape(by_layer)
+    g = np.logaddexp(0.0, raw.astype(np.float64) + bias)
+    g *= np.exp(np.minimum(log_rate, _HIGHEST).astype(np.float64))
+    return -np.minimum(g, _FASTEST).astype(np.float32), rows.logistic(rows.floats(b))
 
 
 def heads(qkv: Tensor, value_heads: int, value_dim: int, key_dim: int) -> tuple[Array, Array, Array]:
@@ -54,9 +58,11 @@ def heads(qkv: Tensor, value_heads: int, value_dim: int, key_dim: int) -> tuple[
             f"qkv axis -1: C={channels}, but C = 2*HK*K + HV*V with HV={value_heads}, V={value_dim}, K={key_dim} needs a whole HK "
             f"that divides HV; pass q, k and v side by side, unrepeated"
         )
-    wide = qkv.float().numpy()
+    wide = rows.floats(qkv)
     qk = wide[..., : channels - values].reshape(*lead, 2 * key_heads, key_dim)
-    qk = qk * (np.float32(1.0) / np.sqrt(np.add.reduce(qk * qk, -1, keepdims=True) + np.float32(L2_EPS)))
+    length = np.vecdot(qk, qk)[..., None]
+    length += np.float32(L2_EPS)
+    qk = qk / np.sqrt(length, out=length)
     q, k = qk[..., :key_heads, :] * np.float32(key_dim**-0.5), qk[..., key_heads:, :]
     return q, k, wide[..., channels - values :].reshape(*lead, value_heads, value_dim)
 
@@ -82,13 +88,13 @@ class Rows:
         """Apply row t of every request to its state, in place."""
         flat, grouped, k = state.reshape(self._flat), state.reshape(self._grouped), self._k[:, t]
         np.multiply(flat, self._decay[:, t], out=flat)
-        recalled = np.einsum("nhgvk,nhk->nhgv", grouped, k)
+        recalled = np.vecdot(grouped, k[:, :, None, None])
         update = (self._v[:, t] - recalled) * self._beta[:, t]
         grouped += np.multiply(update[..., None], k[:, :, None, None, :], out=self._scratch)
 
     def read(self, t: int, state: Array) -> Array:
         """Return o = S q of row t of every request, [B, HK, HV / HK, V]."""
-        o: Array = np.einsum("nhgvk,nhk->nhgv", state.reshape(self._grouped), self._q[:, t])
+        o: Array = np.vecdot(state.reshape(self._grouped), self._q[:, t, :, None, None])
         return o
 
 

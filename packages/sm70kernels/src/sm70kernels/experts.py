@@ -20,11 +20,17 @@ padding rows are zeros, and masking replaces values instead of multiplying them.
 
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sm70kernels import rows
-from sm70kernels.streams import constant, fold, rounded, stored, widened
+from sm70kernels.rows import Floats
+from sm70kernels.streams import fold, rounded
+
+Ids = NDArray[np.int32]
+Places = NDArray[np.int64]
 
 DENSE_WEIGHTS = 1 << 20
 """Largest bank, in weights (3·X·I·E), for which every expert runs on every row: no grouping, a handful of calls. Larger banks run only
@@ -33,121 +39,137 @@ the experts that were chosen. The form depends on the shapes of the bank alone, 
 DENSE_ROWS = 64
 """Rows that run through all experts before the next ones do: whole tiles, few enough that X·2I·64 intermediate values stay in cache."""
 
-GATE_FLOOR = -1000.0
+GATE_FLOOR = np.float32(-1000.0)
 """silu(x) is -0 for every x below about -104, so clamping here changes nothing but silu(-inf)."""
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def moe(
     x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, shared: tuple[Tensor, Tensor, Tensor] | None, tile: int
 ) -> Tensor:
     """Return out act [M, E] by the formula above; shared holds shared13, shared2 and shared_gate. Shapes are those of the ops."""
-    experts, both, hidden = w13.shape
+    act, (experts, both, hidden) = x.dtype, w13.shape
+    wide, chosen, share, up, down = rows.floats(x), ids.numpy(), weights.numpy(), rows.floats(w13), rows.floats(w2)
     if 3 * experts * both * hidden > 2 * DENSE_WEIGHTS:
-        routed = _grouped(x, ids, weights, w13, w2, tile)
+        routed = _grouped(wide, chosen, share, up, down, tile, act)
     else:
-        dense = _dense if x.dtype == torch.float32 else _dense_rounded
-        w13, w2 = widened(w13), widened(w2)
-        if x.shape[0] <= DENSE_ROWS:
-            routed = dense(x, ids, weights, w13, w2, tile)
+        dense = _dense if act is torch.float32 else _dense_rounded
+        if len(wide) <= DENSE_ROWS:
+            routed = dense(wide, chosen, share, up, down, tile, act)
         else:
-            blocks = zip(x.split(DENSE_ROWS), ids.split(DENSE_ROWS), weights.split(DENSE_ROWS), strict=True)
-            routed = torch.cat([dense(*block, w13, w2, tile) for block in blocks])
-    return stored(routed if shared is None else routed.add_(_shared(x, *shared, tile)), x.dtype)
+            blocks = [slice(at, at + DENSE_ROWS) for at in range(0, len(wide), DENSE_ROWS)]
+            routed = np.concatenate([dense(wide[block], chosen[block], share[block], up, down, tile, act) for block in blocks])
+    if shared is not None:
+        shared13, shared2, gate = shared
+        routed += _shared(wide, rows.floats(shared13), rows.floats(shared2), rows.floats(gate), tile, act)
+    return rows.tensor(routed, act)
 
 
-def swiglu(both: Tensor, dtype: torch.dtype) -> Tensor:
+def swiglu(both: Floats, dtype: torch.dtype) -> Floats:
     """Return silu(gate) · up of both [..., 2I] = gate | up, float32 values rounded to dtype at each of the three points: [..., I]."""
     width = both.shape[-1] // 2
-    gate, up = rounded(both, dtype).split_with_sizes((width, width), -1)
-    return rounded(rounded(rows.silu(torch.maximum(gate, constant(GATE_FLOOR))), dtype).mul_(up), dtype)
+    both = rounded(both, dtype)
+    a = rounded(rows.swish(np.maximum(both[..., :width], GATE_FLOOR)), dtype)
+    a *= both[..., width:]
+    return rounded(a, dtype)
 
 
-def _shared(x: Tensor, w13: Tensor, w2: Tensor, gate: Tensor, tile: int) -> Tensor:
+def _shared(x: Floats, w13: Floats, w2: Floats, gate: Floats, tile: int, act: torch.dtype) -> Floats:
     """The shared expert of every row, gated: [M, E]."""
-    y = rounded(rows.linear(swiglu(rows.linear(x, w13, tile), x.dtype), w2, tile), x.dtype)
-    logit = rounded(rows.linear(x, gate, tile), x.dtype)
-    # Two copies side by side: the 32 values of a decode tile are what the sigmoid takes without padding.
-    share = rows.sigmoid(torch.cat((logit, logit), 1)).narrow(1, 0, 1)
-    return rounded(y.mul_(share), x.dtype)
+    y = rounded(rows.multiply(swiglu(rows.multiply(x, w13, tile), act), w2, tile), act)
+    y *= rows.logistic(rounded(rows.multiply(x, gate, tile), act))
+    return rounded(y, act)
 
 
-def _places(ids: Tensor, experts: int) -> tuple[Tensor, Tensor | None]:
-    """The place row·X + id of every route among M·X blocks, i64 [M·K], and which routes are valid, bool [M·K]; None when all are.
+def _places(ids: Ids, experts: int) -> tuple[Places, NDArray[np.bool_] | None]:
+    """The place row·X + id of every route among M·X blocks, [M·K], and which routes are valid, [M·K]; None when all are.
 
     An invalid route gets some place of its row; the caller must drop it or replace what comes of it.
     """
-    known = ids.clamp(0, experts - 1)
-    valid = None if torch.equal(known, ids) else (known == ids).view(-1)
-    return (known + _firsts(ids.shape[0], experts)).view(-1), valid
+    valid = ids.view(np.uint32) < experts  # as unsigned numbers, negative ids are large
+    if b"\0" not in valid.tobytes():  # all of them; a third of what valid.all() takes
+        return (ids + _firsts(len(ids), experts)).reshape(-1), None
+    return (np.where(valid, ids, 0) + _firsts(len(ids), experts)).reshape(-1), valid.reshape(-1)
 
 
 @cache
-def _firsts(m: int, experts: int) -> Tensor:
-    """The first place of each of m <= DENSE_ROWS rows: i64 [m, 1]; never written to."""
-    return torch.arange(0, m * experts, experts).view(m, 1)
+def _firsts(m: int, experts: int) -> Places:
+    """The first place of each of m <= DENSE_ROWS rows, [m, 1]; never written to."""
+    return np.arange(0, m * experts, experts, dtype=np.int64)[:, None]
 
 
-def _activations(x: Tensor, place: Tensor, w13: Tensor, tile: int) -> Tensor:
-    """Run every expert's first product on every row and finish what lies at `place`: [routes, I]."""
+def _activations(x: Floats, place: Places, w13: Floats, tile: int, act: torch.dtype) -> Floats:
+    """Run every expert's first product on every row, or only what is needed, and finish what lies at `place`: [routes, I]."""
     experts, both, hidden = w13.shape
-    every = rows.linear(x, w13.view(experts * both, hidden), tile)
-    return swiglu(every.view(x.shape[0] * experts, both).index_select(0, place), x.dtype)
+    if tile > rows.TILE["decode"] or both * hidden > rows.UNTHREADED:
+        every = rows.multiply(x, w13.reshape(experts * both, hidden), tile)
+        return swiglu(every.reshape(-1, both).take(place, 0), act)
+    # One matrix-vector product a row and expert: the same call in both forms, hence the same bits.
+    if len(place) > experts:
+        return swiglu(np.matmul(w13, x[:, None, :, None]).reshape(-1, both).take(place, 0), act)
+    # A lone request chooses few experts, and reading the others' weights takes longer than a loop over its routes.
+    some = np.empty((len(place), both), np.float32)
+    for out, at in zip(some, place.tolist(), strict=True):
+        np.matmul(w13[at % experts], x[at // experts], out=out)
+    return swiglu(some, act)
 
 
-def _dense(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, tile: int) -> Tensor:
+def _dense(x: Floats, ids: Ids, weights: Floats, w13: Floats, w2: Floats, tile: int, act: torch.dtype) -> Floats:
     """The weighted sum of the routes [M, E], without rounding points: activations are weighted, then one product adds all experts."""
-    m, (hidden, experts, width) = x.shape[0], w2.shape
+    m, (hidden, experts, width) = len(x), w2.shape
     place, valid = _places(ids, experts)
-    weights = weights.view(-1)
+    weights = weights.reshape(-1)
     if valid is not None:
         place, weights = place[valid], weights[valid]
     # Experts that were not chosen keep their zeros, so what they made of x reaches nobody. Routes of a row to the same expert have the
-    # same activations, whichever is copied last; their weights add up, in slot order.
-    blocks = m * experts
-    spread = x.new_zeros(blocks, width).index_copy_(0, place, _activations(x, place, w13, tile))
-    spread.mul_(x.new_zeros(blocks).index_add_(0, place, weights).view(blocks, 1))
-    return rows.linear(spread.view(m, experts * width), w2.view(hidden, experts * width), tile)
+    # same activations, whichever is stored last; their weights add up, in slot order.
+    spread = np.zeros((m * experts, width), np.float32)
+    spread[place] = _activations(x, place, w13, tile, act)
+    spread *= np.bincount(place, weights, m * experts).astype(np.float32)[:, None]
+    return rows.multiply(spread.reshape(m, experts * width), w2.reshape(hidden, experts * width), tile)
 
 
-def _dense_rounded(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, tile: int) -> Tensor:
-    """The weighted sum of the routes [M, E] with every y_r rounded: one second product per expert. w13 and w2 are widened."""
-    m, (hidden, experts, width) = x.shape[0], w2.shape
+def _dense_rounded(x: Floats, ids: Ids, weights: Floats, w13: Floats, w2: Floats, tile: int, act: torch.dtype) -> Floats:
+    """The weighted sum of the routes [M, E] with every y_r rounded: one second product per expert."""
+    m, (hidden, experts, width) = len(x), w2.shape
     place, valid = _places(ids, experts)
-    spread = w2.new_zeros(m * experts, width).index_copy_(0, place, _activations(x, place, w13, tile))
-    y = _down(spread.view(m, experts, width), w2, tile).view(m * experts, hidden).index_select(0, place)
-    return _fold_routes(y.view(*ids.shape, hidden), weights, None if valid is None else valid.view(ids.shape), x.dtype)
+    spread = np.zeros((m * experts, width), np.float32)
+    spread[place] = _activations(x, place, w13, tile, act)
+    y = _down(spread.reshape(m, experts, width), w2, tile).reshape(m * experts, hidden).take(place, 0)
+    return _fold_routes(y.reshape(*ids.shape, hidden), weights, None if valid is None else valid.reshape(ids.shape), act)
 
 
-def _grouped(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, tile: int) -> Tensor:
+def _grouped(x: Floats, ids: Ids, weights: Floats, w13: Floats, w2: Floats, tile: int, act: torch.dtype) -> Floats:
     """The weighted sum of the routes [M, E]: each chosen expert runs on its routes, in ascending (expert, route) order."""
     (hidden, experts, _), slots, flat = w2.shape, ids.shape[1], ids.reshape(-1)
-    y = torch.zeros(flat.numel(), hidden)
-    order = torch.argsort(flat, stable=True)
-    chosen, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    for expert, routes in zip(chosen.tolist(), torch.split(order, counts.tolist()), strict=True):
+    y = np.zeros((flat.size, hidden), np.float32)
+    order = flat.argsort(kind="stable")
+    chosen, first = np.unique(flat[order], return_index=True)
+    for expert, routes in zip(chosen.tolist(), np.split(order, first[1:]), strict=False):
         if 0 <= expert < experts:
-            a = swiglu(rows.linear(x[routes // slots], w13[expert], tile), x.dtype)
-            y[routes] = rows.linear(a, w2[:, expert].contiguous(), tile)
-    return _fold_routes(y.view(*ids.shape, hidden), weights, (ids >= 0) & (ids < experts), x.dtype)
+            a = swiglu(rows.multiply(x[routes // slots], w13[expert], tile), act)
+            y[routes] = rows.multiply(a, np.ascontiguousarray(w2[:, expert]), tile)
+    return _fold_routes(y.reshape(*ids.shape, hidden), weights, (ids >= 0) & (ids < experts), act)
 
 
-def _fold_routes(y: Tensor, weights: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _fold_routes(y: Floats, weights: Floats, valid: NDArray[np.bool_] | None, dtype: torch.dtype) -> Floats:
     """Σ_r weight_r · y_r of y [M, K, E] in slot order, y and the sum rounded: [M, E]. Routes that are not valid count as zero."""
-    parts = weights.unsqueeze(-1) * rounded(y, dtype)
+    parts = weights[..., None] * rounded(y, dtype)
     if valid is not None:
-        parts.masked_fill_(~valid.unsqueeze(-1), 0.0)
+        parts[~valid] = 0.0
     return rounded(fold(parts), dtype)
 
 
-def _down(a: Tensor, w2: Tensor, tile: int) -> Tensor:
+def _down(a: Floats, w2: Floats, tile: int) -> Floats:
     """Every expert's second product: a [M, X, I] by w2 [E, X, I] -> [M, X, E]."""
     hidden, experts, width = w2.shape
     if batched(experts, tile, hidden, width):
-        parts = [_bmm(part, w2) for part in torch.split(rows.pad_rows(a, tile), tile)]
-        every = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        w = torch.from_numpy(w2)
+        parts = [_bmm(part, w) for part in torch.split(rows.pad_rows(torch.from_numpy(a), tile), tile)]
+        every: Floats = np.concatenate([part.numpy() for part in parts], 1)
     else:
-        every = torch.stack([rows.linear(a[:, e], w2[:, e].contiguous(), tile) for e in range(experts)])
-    return every[:, : a.shape[0]].transpose(0, 1).contiguous()
+        every = np.stack([rows.multiply(a[:, e], np.ascontiguousarray(w2[:, e]), tile) for e in range(experts)])
+    return np.ascontiguousarray(every[:, : len(a)].swapaxes(0, 1))
 
 
 def _bmm(a: Tensor, w: Tensor) -> Tensor:

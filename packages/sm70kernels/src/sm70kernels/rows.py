@@ -7,18 +7,29 @@ last bits between a batch of one and a batch of nine. Three rules remove that:
 * transcendental functions see a multiple of 32 elements, at most 32,768 at a time, so neither a scalar tail nor a thread split occurs;
 * sums run over the last, contiguous axis.
 
+A small matrix in a decode tile is the exception to the first: it multiplies every row on its own, by a matrix-vector product, so there
+is no tile to pad.
+
 Every (rows, N, K) product is probed once, on first use: one row at every position of the tile, among random neighbours, must give
 the same bits. A shape that fails takes the next method; a shape that fails all of them is refused. Where tiles of 4, 8, 12, ... rows
 are found to give the very bits of the full tile, a product uses the smallest that holds its rows.
+
+The references of decode ops do the rest of their work in numpy on the tensors' memory: its calls cost a third of torch's, and a
+decode step is a few hundred calls on a few hundred numbers each. numpy's quotients and roots are rounded as IEEE 754 asks and its
+exponential masks the tail of a vector, so neither needs the second rule.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
+
+Floats = NDArray[np.float32]
 
 TILE = {"decode": 16, "prefill": 64}
 """Rows of one tile by slice kind. Decode and verify rows share a tile; a prefill tile belongs to one request."""
@@ -31,6 +42,15 @@ ELEMENTS = 32_768
 
 LANES = 32
 """Element-wise calls are padded to this: two AVX-512 vectors of float32, torch's widest unrolled step."""
+
+SMALL = 1 << 17
+"""Largest matrix, in weights, that a decode tile reads once for every row: half a megabyte stays in cache between the rows."""
+
+UNTHREADED = 8192
+"""Weights of one matrix-vector product. numpy's BLAS hands larger ones (from 9,216) to a thread team, for longer than they take."""
+
+
+_ONE = np.float32(1.0)
 
 
 class RowDependenceError(RuntimeError):
@@ -49,6 +69,41 @@ def pad_rows(x: Tensor, multiple: int) -> Tensor:
     return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
+def floats(x: Tensor) -> Floats:
+    """Return x (any float dtype, any strides) as a float32 array, sharing its memory where it is float32 already."""
+    array: Floats = x.numpy() if x.dtype is torch.float32 else x.float().numpy()
+    return array
+
+
+def tensor(x: Floats, dtype: torch.dtype) -> Tensor:
+    """Return float32 x as a tensor of `dtype`, sharing its memory where that is float32."""
+    return torch.from_numpy(x) if dtype is torch.float32 else torch.from_numpy(x).to(dtype)
+
+
+@cache
+def _block(n: int, k: int) -> int:
+    """The most rows of w [n, k] that divide n and make a matrix-vector product of at most UNTHREADED weights; 0 for a w unfit for that."""
+    fitting = (size for size in range(n, 0, -1) if n % size == 0 and size * k <= UNTHREADED)
+    return next(fitting, 0) if 0 < n * k <= SMALL else 0
+
+
+def _vectors(x: Floats, w: Floats) -> Floats:
+    """x [M, K] · w [N, K]ᵀ, every row by matrix-vector products of its own: the very call, whatever M is."""
+    (m, k), n = x.shape, len(w)
+    size = _block(n, k)
+    result: Floats
+    if m == 1:  # the same products by shorter ways, as the probe makes sure: a lone request is what most steps are
+        result = np.dot(x, w.T) if size == n else np.matmul(w.reshape(n // size, size, k), x[0]).reshape(1, n)
+    else:
+        result = np.matmul(w.reshape(n // size, size, k), x[:, None, :, None]).reshape(m, n)
+    return result
+
+
+@np.errstate(all="ignore")  # infinities and NaN are data
+def _by_vectors(x: Tensor, w: Tensor) -> Tensor:
+    return torch.from_numpy(_vectors(x.numpy(), w.numpy()))
+
+
 def _by_linear(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w)
 
@@ -61,7 +116,7 @@ def _by_double(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x.double(), w.double()).float()
 
 
-_METHODS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (_by_linear, _by_transpose, _by_double)
+_METHODS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (_by_vectors, _by_linear, _by_transpose, _by_double)
 
 
 class Product(NamedTuple):
@@ -75,19 +130,22 @@ class Product(NamedTuple):
 def product(rows: int, n: int, k: int) -> Product:
     """Choose how x [up to `rows`, k] is multiplied by w [n, k]ᵀ in float32 with row-independent bits.
 
-    The granule is GRANULE where every smaller tile gives the bits of the full one, else `rows`. Raises RowDependenceError naming
-    the shape when no method keeps a row's bits even at a constant number of rows.
+    The granule is 1 for matrix-vector products, GRANULE where every smaller tile gives the bits of the full one, else `rows`. Raises
+    RowDependenceError naming the shape when no method keeps a row's bits even at a constant number of rows.
     """
     generator = torch.Generator().manual_seed(rows * 1_000_003 + n * 1_009 + k)
     w = torch.randn(n, k, generator=generator)
     row = torch.randn(k, generator=generator)
     for method in _METHODS:
+        if method is _by_vectors and (rows > TILE["decode"] or _block(n, k) == 0):
+            continue
+        step = 1 if method is _by_vectors else GRANULE
         expected = method(_among(row, rows, 0, None), w)[0]
         if not _holds(method, w, row, expected, rows, generator):
             continue
-        smaller = range(GRANULE, rows, GRANULE)
-        if rows % GRANULE == 0 and all(_holds(method, w, row, expected, size, generator) for size in smaller):
-            return Product(method, GRANULE)
+        smaller = range(step, rows, step)
+        if rows % step == 0 and all(_holds(method, w, row, expected, size, generator) for size in smaller):
+            return Product(method, step)
         return Product(method, rows)
     raise RowDependenceError(f"linear: no row-independent product for {rows} rows, N={n}, K={k}; use another tile size")
 
@@ -118,6 +176,8 @@ def linear(x: Tensor, w: Tensor, rows: int) -> Tensor:
     if w.dtype is not torch.float32:
         w = w.float()
     method, granule = product(rows, *w.shape)
+    if method is _by_vectors:
+        return method(x, w)
     m = x.shape[0]
     if m % granule == 0 and 0 < m <= rows:
         return method(_aligned(x), w)
@@ -125,6 +185,14 @@ def linear(x: Tensor, w: Tensor, rows: int) -> Tensor:
     if 0 < padded.shape[0] <= rows:
         return method(_aligned(padded), w)[:m]
     return torch.cat([method(_aligned(tile), w) for tile in padded.split(rows)])[:m]
+
+
+def multiply(x: Floats, w: Floats, rows: int) -> Floats:
+    """Return x [M, K] · w [N, K]ᵀ as a new array [M, N], with the bits of :func:`linear`; call it under np.errstate(all="ignore")."""
+    if product(rows, *w.shape).method is _by_vectors:
+        return _vectors(x, w)
+    result: Floats = linear(torch.from_numpy(x), torch.from_numpy(w), rows).numpy()
+    return result
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -165,6 +233,33 @@ def silu(x: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x), x itself above 20, place-independent."""
     return elementwise(F.softplus, x)
+
+
+def logistic(x: Floats) -> Floats:
+    """1 / (1 + e^-x) as a new array, place-independent; call it under np.errstate(all="ignore")."""
+    y: Floats = np.negative(x)
+    np.exp(y, out=y)
+    y += _ONE
+    np.reciprocal(y, out=y)
+    return y
+
+
+def swish(x: Floats) -> Floats:
+    """x / (1 + e^-x) as a new array, place-independent; call it under np.errstate(all="ignore")."""
+    y: Floats = np.negative(x)
+    np.exp(y, out=y)
+    y += _ONE
+    np.divide(x, y, out=y)
+    return y
+
+
+def root_mean_square(x: Floats, eps: float) -> Floats:
+    """sqrt(mean(x²) + eps) over the last axis of x [..., K], kept as size 1; a row is one dot product, whatever stands beside it."""
+    y: Floats = np.vecdot(x, x)[..., None]
+    y /= np.float32(x.shape[-1])
+    y += np.float32(eps)
+    np.sqrt(y, out=y)
+    return y
 
 
 def row_sum(x: Tensor) -> Tensor:

@@ -2,58 +2,38 @@
 
 A model with S residual streams keeps h as [M, S, E]. Every stream has its own mean square and its own slice of the norm weight,
 which is stored near 0 and applied as 1 + w.
+
+All of it works on numpy arrays (sm70kernels.rows says why) and is to be called under np.errstate(all="ignore"): infinities and NaN
+are data.
 """
 
-from functools import lru_cache
-
+import numpy as np
 import torch
-from torch import Tensor
 
 from sm70kernels import rows
+from sm70kernels.rows import Floats
 
-PLAIN_TERMS = 4
-"""Up to this many terms torch adds one after another, whatever the shape; above it, the order depends on column and row count."""
-
-
-@lru_cache(maxsize=1024)
-def constant(value: float) -> Tensor:
-    """Return `value` as a float32 tensor without axes; never written to.
-
-    torch makes such a tensor of every Python number that an arithmetic call is given, which takes longer than a small call itself.
-    """
-    return torch.tensor(value, dtype=torch.float32)
+_ONE = np.float32(1.0)
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(x: Floats, dtype: torch.dtype) -> Floats:
     """Return the float32 values x takes when stored as `dtype`: x itself for float32, round-to-nearest-even for float16."""
-    return x if dtype == torch.float32 else x.to(dtype).float()
+    return x if dtype is torch.float32 else x.astype(np.float16).astype(np.float32)
 
 
-def widened(x: Tensor) -> Tensor:
-    """Return x in float32, without a call when it is float32 already: that is x itself, not a copy."""
-    return x if x.dtype == torch.float32 else x.float()
+def stream_norm(x: Floats, weight: Floats, eps: float) -> Floats:
+    """Return x / sqrt(mean(x²) + eps) · (1 + weight) per stream, a new array like x, not rounded.
 
-
-def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float32 x as `dtype`, without a call when it is float32 already."""
-    return x if dtype == torch.float32 else x.to(dtype)
-
-
-def stream_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x · rsqrt(mean(x²) + eps) · (1 + weight) per stream, a new float32 tensor like x, not rounded.
-
-    x float32 [..., S, E]; weight [S, E], or any shape that spreads over x.
+    x [..., S, E]; weight [S, E], or any shape that spreads over x.
     """
-    scale = rows.row_sum(x * x).div_(constant(x.shape[-1])).add_(constant(eps)).rsqrt_()
-    return (x * scale).mul_(widened(weight) + constant(1.0))
+    y: Floats = x / rows.root_mean_square(x, eps)
+    y *= weight + _ONE
+    return y
 
 
-def fold(x: Tensor) -> Tensor:
+def fold(x: Floats) -> Floats:
     """Return the sum of x [M, K, E] over axis 1 as [M, E], added in ascending order from +0."""
-    if x.shape[1] <= PLAIN_TERMS:
-        return x.sum(1)
-    first, *others = x.unbind(1)
-    total = first + 0.0
-    for term in others:
-        total += term
+    total: Floats = x[:, 0] + np.float32(0.0)
+    for k in range(1, x.shape[1]):
+        total += x[:, k]
     return total

@@ -19,7 +19,7 @@ def joined(window: Array, x: Array, slot: Sequence[int], fresh: Sequence[int] = 
 
     A request whose slot is -1 reads slot 0 and must not be stored.
     """
-    history = window[:, [max(s, 0) for s in slot]]
+    history = window.take([max(s, 0) for s in slot], 1)
     if any(fresh):
         history[:, np.flatnonzero(fresh)] = 0
     return np.concatenate([history, x], 2)

@@ -11,6 +11,9 @@ from revolta_serve.types import Output
 IDLE_SECONDS = 0.1
 """How long an idle engine waits for a command before it looks whether a signal asked it to drain."""
 
+LOST_RANK_SECONDS = 0.5
+"""How long a failed step of several ranks waits, before it is reported, for a better reason than its own."""
+
 
 class Service:
     """Runs a core for one api process."""
@@ -35,7 +38,12 @@ class Service:
                 if not self.core.has_work:
                     return 0
             if self.core.has_work:
-                self._send(self.core.step())
+                outputs = self.core.step()
+                if self.core.broken:
+                    # A rank that is gone breaks the collectives of the others, often before it is missed. Given a moment, the thread
+                    # that watches the ranks says which one and how it ended, and ends this process.
+                    time.sleep(LOST_RANK_SECONDS)
+                self._send(outputs)
                 if self.core.broken:
                     self.api.send(Failed(f"{self.core.failures} steps failed in a row"))
                     return 1

@@ -10,6 +10,7 @@ before the final mixer (`Hidden.streams`) or after chosen layers (`tap`).
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from revolta_serve.model.batch import Batch
@@ -76,12 +77,14 @@ class FlashNext:
         """Token embeddings act[M, E], copied into every stream: act[M, S, E]."""
         start = self.groups.tensor.rank * self.embedding.shape[0]
         e = self.groups.tensor.sum(embed_gather(batch.ids, self.embedding, start))
-        return e.unsqueeze(1).repeat(1, self.config.streams, 1)
+        return torch.stack((e,) * self.config.streams, 1)
 
     def logits(self, x: Tensor) -> Tensor:
         """x act[R, E] -> f32[R, V], the shards of all ranks side by side."""
-        parts = self.groups.tensor.gather(lm_head_logits(x, self.lm_head))
-        return parts.transpose(0, 1).flatten(1)[:, : self.config.vocab].contiguous()
+        mine: Tensor = lm_head_logits(x, self.lm_head)
+        if self.groups.tensor.size > 1:
+            mine = self.groups.tensor.gather(mine).transpose(0, 1).flatten(1)
+        return mine[:, : self.config.vocab].contiguous()
 
     def _reader_after(self, layer: int) -> HyperConnection | None:
         """The connection that reads the streams after this layer, if nothing changes them in between."""

@@ -33,19 +33,17 @@ class GatedDeltaNet:
         """x act[M, E] -> act[M, E]; advances the convolution window and the state of every sequence of the batch."""
         heads, channels = self.heads, self.channels
         values = heads * self.value_dim
-        p = project(x, self.in_proj, batch.kind)
-        qkv, z = p[:, :channels], p[:, channels : channels + values]
-        b, a = p[:, channels + values : channels + values + heads], p[:, channels + values + heads :]
+        qkv, z, b, a = project(x, self.in_proj, batch.kind).split_with_sizes((channels, values, heads, heads), 1)
         y = gdn_conv(
-            qkv, self.conv, pools.conv[self.index], batch.slot, batch.start, batch.rows, batch.fresh, batch.kind, batch.write
+            qkv, self.conv, pools.layers.conv[self.index], batch.slot, batch.start, batch.rows, batch.fresh, batch.kind, batch.write
         )
-        state = pools.gdn[self.index]
+        state = pools.layers.gdn[self.index]
         if batch.kind == "decode":
-            shape = (-1, batch.width)
+            # Rows of one request a step apart: for one row each, an axis of size one.
             o = gdn_step(
-                y.view(*shape, channels),
-                a.unflatten(0, shape),
-                b.unflatten(0, shape),
+                y.view(-1, batch.width, channels),
+                a.unsqueeze(1) if batch.width == 1 else a.unflatten(0, (-1, batch.width)),
+                b.unsqueeze(1) if batch.width == 1 else b.unflatten(0, (-1, batch.width)),
                 self.a_log,
                 self.dt_bias,
                 state,

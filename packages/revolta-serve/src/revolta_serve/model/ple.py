@@ -28,6 +28,6 @@ class NgramEmbedding:
         """Add the n-gram term to the streams h act[M, S, E] in place; advances the history of every sequence."""
         rows = ple_hash(batch.context, self.multipliers, self.primes, self.offsets, self.eos)
         e = self.group.sum(ple_gather(rows, self.table, self.row_start))
-        history = pools.ple[self.index]
+        history = pools.layers.ple[self.index]
         sequences = (batch.slot, batch.start, batch.rows, batch.fresh)
         ple_apply(h, e, *self.weights, self.dilation, history, *sequences, batch.kind, batch.write, self.eps)

@@ -1,6 +1,8 @@
 """The two pools of a rank: token blocks (K, V, pooled index keys) and state slots (everything recurrent)."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +11,19 @@ from revolta_serve.cache.layout import Format, Plane, layout
 from revolta_serve.model.model_config import ModelConfig
 
 
-@dataclass(frozen=True, slots=True)
+class Views(NamedTuple):
+    """The tensors of :class:`Pools` by layer: layers take theirs in every step, and making a view costs as much as a small product."""
+
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+    gdn: tuple[Tensor, ...]
+    conv: tuple[Tensor, ...]
+    ple: tuple[Tensor, ...]
+    ring: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
 class Pools:
     """Tensors of all layers, the layer first; layers address them by their rank among layers of the same type.
 
@@ -29,6 +43,11 @@ class Pools:
     """act[L, SL, (KW-1)·ngram, S·E] normalised n-gram values awaiting their dilated taps, oldest first."""
     ring: Tensor
     """act[L, SL, RR, DI] raw index keys of the open block, at position mod RR."""
+
+    @cached_property
+    def layers(self) -> Views:
+        """Every tensor as a tuple of its layers."""
+        return Views(*(tensor.unbind(0) for tensor in (self.k, self.v, self.keys, self.gdn, self.conv, self.ple, self.ring)))
 
     @property
     def kv_bytes(self) -> int:

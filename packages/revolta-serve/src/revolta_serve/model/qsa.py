@@ -36,7 +36,8 @@ class SparseAttention:
         self.group, self.context = groups.tensor, groups.context
         self.index = config.layer_types[:layer].count("qsa")
         self.kv_heads = max(1, config.kv_heads // groups.tensor.size)
-        self.channels = 2 * self.out_proj.shape[1] + 2 * self.kv_heads * config.head_dim
+        channels = 2 * self.out_proj.shape[1] + 2 * self.kv_heads * config.head_dim
+        self.widths = (channels, self.in_proj.shape[0] - channels)
         self.scale, self.eps = config.head_dim**-0.5, config.eps
         self.topk, self.ratio = config.index_topk, config.index_ratio
         self.limit = config.dense_positions
@@ -44,10 +45,10 @@ class SparseAttention:
     def __call__(self, x: Tensor, batch: Batch, pools: Pools) -> Tensor:
         """x act[M, E] -> act[M, E]; stores the rows' K, V and index keys first, so that a row reads what the cache holds."""
         i = self.index
-        p = project(x, self.in_proj, batch.kind)
+        qkvg, iqk = project(x, self.in_proj, batch.kind).split_with_sizes(self.widths, 1)
         q, gate, k, v, iq, ik = qsa_prepare(
-            p[:, : self.channels],
-            p[:, self.channels :],
+            qkvg,
+            iqk,
             batch.cos,
             batch.sin,
             self.q_norm,
@@ -56,7 +57,7 @@ class SparseAttention:
             self.eps,
             self.kv_heads,
         )
-        kv_store(k, v, batch.kv_index, pools.k[i], pools.v[i])
+        kv_store(k, v, batch.kv_index, pools.layers.k[i], pools.layers.v[i])
         qsa_compress(
             ik,
             batch.position,
@@ -68,8 +69,8 @@ class SparseAttention:
             self.ik_norm,
             self.eps,
             self.ratio,
-            pools.ring[i],
-            pools.keys[i],
+            pools.layers.ring[i],
+            pools.layers.keys[i],
         )
         o = self._attend(q, gate, self._select(iq, batch, pools), batch, pools)
         return self.group.sum(project(o.flatten(1), self.out_proj, batch.kind))
@@ -77,7 +78,7 @@ class SparseAttention:
     def _select(self, iq: Tensor, batch: Batch, pools: Pools) -> Tensor | None:
         """Token ids each row attends to, i32[M, W]; None for a prefill pass in which every row is dense."""
         if batch.sparse:
-            scores = qsa_score(iq, pools.keys[self.index], batch.block_table, batch.request, batch.visible)
+            scores = qsa_score(iq, pools.layers.keys[self.index], batch.block_table, batch.request, batch.visible)
         elif batch.kind == "decode":
             # No row has more blocks than it may select: any scores give the same selection.
             scores = torch.zeros(iq.shape[0], self.topk)
@@ -102,7 +103,7 @@ class SparseAttention:
 
     def _attend_here(self, q: Tensor, gate: Tensor | None, sel: Tensor | None, batch: Batch, pools: Pools) -> tuple[Tensor, Tensor]:
         """Attention over the tokens this rank holds: (out, lse); out is a float32 partial result if gate is None."""
-        k, v, table, partial = pools.k[self.index], pools.v[self.index], batch.block_table, gate is None
+        k, v, table, partial = pools.layers.k[self.index], pools.layers.v[self.index], batch.block_table, gate is None
         if batch.kind == "decode":
             out, lse = qsa_attention(q, sel, k, v, table, batch.request, self.scale, gate, partial)
             return out, lse

@@ -1,10 +1,11 @@
 """Rotary factors: interleaved multi-axis positions, plain or YaRN frequencies."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from revolta_serve.model.model_config import ModelConfig
-from sm70kernels import rows
 
 
 class Rotary:
@@ -17,14 +18,17 @@ class Rotary:
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         rope = config.rope
         self.dtype = dtype
-        self.inv_freq = torch.tensor(rope.inverse_frequencies(), dtype=torch.float32)
-        self.factor = rope.attention_factor
-        self.axis = torch.tensor(rope.axes(), dtype=torch.long)
-        """i64[RH] the axis each pair follows."""
+        self.inv_freq = np.array(rope.inverse_frequencies(), np.float32)
+        self.factor = np.float32(rope.attention_factor)
+        self.axis = np.array(rope.axes(), np.int64)
+        """[RH] the axis each pair follows."""
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions i64[3, M] -> cos, sin act[M, RH], computed in float32, times the attention factor, then rounded."""
-        angle = positions.float().index_select(0, self.axis).t().contiguous() * self.inv_freq
-        cos = rows.elementwise(torch.cos, angle) * self.factor
-        sin = rows.elementwise(torch.sin, angle) * self.factor
+    def __call__(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """positions [3, M] -> cos, sin act[M, RH], computed in float32, times the attention factor, then rounded.
+
+        numpy treats every angle alike, wherever it stands in the array.
+        """
+        angle = positions.take(self.axis, 0).T.astype(np.float32, order="C")
+        angle *= self.inv_freq
+        cos, sin = (torch.from_numpy(turn(angle) * self.factor) for turn in (np.cos, np.sin))
         return cos.to(self.dtype), sin.to(self.dtype)

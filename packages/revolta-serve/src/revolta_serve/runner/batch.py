@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.model.rope import Rotary
 from revolta_serve.parallel.groups import Group
 from revolta_serve.types import Slice
-from sm70kernels.rows import GRANULE, TILE
+from sm70kernels.rows import TILE
 
 Ints = NDArray[np.int64]
 
@@ -65,12 +64,10 @@ class BatchBuilder:
             self.free.append(row)
 
     def decode(self, slices: Sequence[Slice]) -> tuple[Batch, Rows]:
-        """One rectangular pass: T rows a request, T the widest slice; requests padded until N·T is a whole number of row granules."""
-        width = max(1 + len(piece.drafts) for piece in slices)
-        step = GRANULE // gcd(GRANULE, width)
-        sequences = -(-len(slices) // step) * step
+        """One rectangular pass: T rows a request, T the widest slice. Products that need whole tiles pad by themselves."""
         counts = [1 + len(piece.drafts) for piece in slices]
-        rows = Rows([i * width for i in range(len(slices))], counts, sequences * width, sequences)
+        width, sequences = max(counts), len(slices)
+        rows = Rows([i * width for i in range(sequences)], counts, sequences * width, sequences)
         return self._build("decode", width, slices, rows, write=width == 1), rows
 
     def prefill(self, slices: Sequence[Slice]) -> tuple[Batch, Rows]:
@@ -107,7 +104,7 @@ class BatchBuilder:
         table = self.table[tables, : max(1, int(self.lengths[tables[: len(slices)]].max()))]
         kv_index, key_index = self._indices(position, table, request)
         cos, sin, block_cos, block_sin = self._rotate(position, rope)
-        slot, start, valid, fresh = torch.from_numpy(per_sequence)
+        slot, start, valid, fresh = (torch.from_numpy(vector) for vector in per_sequence)
         return Batch(
             kind=kind,
             width=width,
@@ -154,7 +151,6 @@ class BatchBuilder:
         """cos and sin at each row and at the first token of its index block, all axes equal (text)."""
         ratio = self.config.index_ratio
         p = np.maximum(position, 0)
-        both = torch.from_numpy(np.concatenate([p + rope, p // ratio * ratio + rope]))
-        cos, sin = self.rotary(both.expand(3, -1))
-        m = len(p)
-        return cos[:m], sin[:m], cos[m:], sin[m:]
+        cos, sin = self.rotary(np.broadcast_to(np.concatenate([p + rope, p // ratio * ratio + rope]), (3, 2 * len(p))))
+        (cos, block_cos), (sin, block_sin) = cos.chunk(2), sin.chunk(2)
+        return cos, sin, block_cos, block_sin

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,7 +119,7 @@ class Runner:
         if self.tap is not None:
             for piece, judged in zip(slices, logits, strict=True):
                 self.tap(piece, judged[: 1 + len(piece.drafts)].clone())
-        finite = torch.isfinite(logits).flatten(1).all(1).tolist()
+        finite = np.isfinite(logits.numpy()).all((1, 2)).tolist()
         tokens = self.sampler(logits, slices)
         return [
             SliceResult(piece.request, drawn if ok else (), corrupt=not ok) for piece, drawn, ok in zip(slices, tokens, finite, strict=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,23 +36,24 @@ class Sampler:
         """
         n, width, vocab = logits.shape
         params = [self.params[piece.request] for piece in slices]
-        temperature = torch.tensor([p.temperature for p in params])
+        temperature = torch.from_numpy(np.array([p.temperature for p in params], np.float32))
         if any(p.temperature > 0 for p in params):
             per_row = [
                 torch.tensor([getattr(p, name) for p in params], dtype=dtype).repeat_interleave(width)
                 for name, dtype in PER_ROW.items()
             ]
             process_logits(logits.view(n * width, vocab), *per_row)
-        draft = torch.full((n, width), -1, dtype=torch.int32)
-        for i, piece in enumerate(slices):
-            if piece.drafts:
-                draft[i, : len(piece.drafts)] = torch.tensor(piece.drafts, dtype=torch.int32)
         tokens, count = sample_verify(
             logits,
-            torch.tensor([p.seed for p in params], dtype=torch.int64),
-            torch.tensor([piece.start + len(piece.tokens) for piece in slices], dtype=torch.int32),
+            torch.from_numpy(np.array([p.seed for p in params], np.int64)),
+            _vector([piece.start + len(piece.tokens) for piece in slices]),
             temperature,
-            draft,
-            torch.tensor([1 + len(piece.drafts) for piece in slices], dtype=torch.int32),
+            _vector([piece.drafts + (-1,) * (width - len(piece.drafts)) for piece in slices]),
+            _vector([1 + len(piece.drafts) for piece in slices]),
         )
         return [tuple(row[:k]) for row, k in zip(tokens.tolist(), count.tolist(), strict=True)]
+
+
+def _vector(values: Sequence[object]) -> Tensor:
+    """Integers, or equally long tuples of them, as int32."""
+    return torch.from_numpy(np.array(values, np.int32))

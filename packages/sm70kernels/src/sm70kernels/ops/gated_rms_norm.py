@@ -6,20 +6,25 @@ The weight is a plain factor, not 1 + w. The normalised value is rounded to the 
 transformers implementation; the rest is float32 with one rounding at the end.
 """
 
+import numpy as np
 from torch import Tensor
 
 from sm70kernels import inputs, rows
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
+from sm70kernels.streams import rounded
 
-_SILU_FLOOR = -128.0
-"""silu is -0 in float32 from -89 down, so a floor changes no finite input; silu(-inf) becomes its limit instead of NaN."""
+_SILU_FLOOR = np.float32(-128.0)
+"""silu is -0 in float32 from -104 down, so a floor changes no finite input; silu(-inf) becomes its limit instead of NaN."""
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def reference(o: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
     """Return [M, HV, V] in o's dtype from o and z [M, HV, V], weight f32 [V]; activation is "sigmoid" or "silu"."""
-    normed = rows.rms(o.float(), eps).to(o.dtype).float()
-    gate = rows.sigmoid(z.float()) if activation == "sigmoid" else rows.silu(z.float().clamp(min=_SILU_FLOOR))
-    return (normed * weight).mul_(gate).to(o.dtype)
+    x, gate = rows.floats(o), rows.floats(z)
+    y = rounded(x / rows.root_mean_square(x, eps), o.dtype)
+    y *= weight.numpy()
+    y *= rows.logistic(gate) if activation == "sigmoid" else rows.swish(np.maximum(gate, _SILU_FLOOR))
+    return rows.tensor(y, o.dtype)
 
 
 gated_rms_norm = Op(

@@ -18,15 +18,17 @@ from sm70kernels.inputs import Draw
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 
 
-def _convolve(sequence: windows.Array, weight: Tensor) -> Tensor:
-    """Return silu of the convolution, float32 [N, T, C], of sequence [N, KW-1+T, C] with weight [C, KW]."""
-    taps = np.ascontiguousarray(weight.numpy().T, np.float32)
+def _convolve(sequence: windows.Array, weight: Tensor) -> arithmetic.Floats:
+    """Return silu of the convolution, [N, T, C], of sequence [N, KW-1+T, C] with weight [C, KW]."""
+    taps = arithmetic.floats(weight).T
     sequence = sequence.astype(np.float32, copy=False)
     count = sequence.shape[1] - len(taps) + 1
+    if count == 1:  # the same sum in one call: over any axis but the last, numpy adds whole rows one after another
+        return arithmetic.swish(np.add.reduce(sequence * taps, 1, keepdims=True))
     total = sequence[:, :count] * taps[0]
     for j in range(1, len(taps)):
         total += sequence[:, j : j + count] * taps[j]
-    return arithmetic.silu(torch.from_numpy(total))
+    return arithmetic.swish(total)
 
 
 def _decode(x: Tensor, weight: Tensor, pool: windows.Array, slot: list[int], rows: list[int], fresh: list[int], write: bool) -> Tensor:
@@ -45,13 +47,13 @@ def _decode(x: Tensor, weight: Tensor, pool: windows.Array, slot: list[int], row
             held, count, new = ([values[i] for i, n in enumerate(owned) if n] for values in (slot, rows, fresh))
             y[some] = _decode(mine, weight, pool, held, count, new, write).view(-1, width, channels)
         return y.view(total, channels)
-    sequence = windows.joined(pool[None], x.view(1, requests, width, channels).numpy(), slot, fresh)
-    y = _convolve(sequence[0], weight).to(x.dtype)
+    sequence = windows.joined(pool[None], x.numpy().reshape(1, requests, width, channels), slot, fresh)
+    out = _convolve(sequence[0], weight)
     if min(owned) < width:
-        y.masked_fill_((torch.arange(width) >= torch.tensor(owned)[:, None])[:, :, None], 0.0)
+        out[np.arange(width) >= np.array(owned)[:, None]] = 0.0
     if write:
         windows.store(pool[None], sequence, [s if n else -1 for s, n in zip(slot, owned, strict=True)], owned)
-    return y.view(total, channels)
+    return arithmetic.tensor(out.reshape(total, channels), x.dtype)
 
 
 def _prefill(
@@ -63,12 +65,13 @@ def _prefill(
             continue
         mine = slice(first, first + count)
         sequence = windows.joined(pool[None], x[None, None, mine].numpy(), [held], [new])
-        y[mine] = _convolve(sequence[0], weight)[0].to(x.dtype)
+        y[mine] = torch.from_numpy(_convolve(sequence[0], weight)[0])
         if write:
             windows.store(pool[None], sequence, [held], [count])
     return y
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def reference(
     x: Tensor, weight: Tensor, window: Tensor, slot: Tensor, start: Tensor, rows: Tensor, fresh: Tensor, kind: str, write: bool
 ) -> Tensor:

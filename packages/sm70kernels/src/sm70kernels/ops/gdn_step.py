@@ -8,7 +8,6 @@ gdn_replay advances it later over the rows that were accepted.
 """
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sm70kernels import delta, inputs, slots
@@ -16,6 +15,7 @@ from sm70kernels import rows as arithmetic
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def reference(
     qkv: Tensor,
     a: Tensor,
@@ -32,7 +32,7 @@ def reference(
     qkv [N, T, 2 HK K + HV V] is (q | k | v) after the convolution, a and b [N, T, HV] raw, A_log and dt_bias f32 [HV], slot and
     rows i32 [N]. Rows from rows[i] on, and all rows of a request with slot -1, give 0 and leave no trace in the state.
     """
-    requests, width = qkv.shape[:2]
+    requests, width, _ = qkv.shape
     _, value_heads, value_dim, key_dim = state.shape
     held = slot.tolist()
     owned = [n if s >= 0 else 0 for s, n in zip(held, rows.tolist(), strict=True)]
@@ -46,16 +46,18 @@ def reference(
     g, beta = delta.gates(a, b, A_log, dt_bias)
     recurrence = delta.Rows(q, k, v, g, beta)
     pool = state.numpy()
-    running = pool[[max(s, 0) for s in held]]
-    y = np.empty((requests, width, *v.shape[2:]), np.float32)
+    running = pool.take([max(s, 0) for s in held], 0)
+    outputs = []
     for t in range(width):
         recurrence.advance(t, running)
-        y[:, t] = recurrence.read(t, running).reshape(y[:, t].shape)
+        outputs.append(recurrence.read(t, running))
         if write:
             delta.store(pool, running, [s if n == t + 1 else -1 for s, n in zip(held, owned, strict=True)])
+    y = outputs[0] if width == 1 else np.stack(outputs, 1)
+    y = y.reshape(requests, width, value_heads, value_dim)
     if min(owned) < width:
         y[np.arange(width) >= np.array(owned)[:, None]] = 0.0
-    return torch.from_numpy(y).to(qkv.dtype)
+    return arithmetic.tensor(y, qkv.dtype)
 
 
 gdn_step = Op(

@@ -7,25 +7,30 @@ The gate is float32 and the sum is rounded once. What is normed is the rounded s
 hyper_inject followed by hyper_norm. The residual is the raw h, not the normed streams.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sm70kernels import inputs
+from sm70kernels import inputs, rows
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
-from sm70kernels.streams import stored, stream_norm, widened
+from sm70kernels.streams import stream_norm
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def reference(h: Tensor, o: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
     """Update h act [M, S, E] in place with o act [M, E] and gate f32 [M, S].
 
     Returns n act [M, S, E], the norm of the new h by weight act [S, E] and eps; None when weight is None.
     """
-    added = gate.unsqueeze(-1) * widened(o).unsqueeze(1)
-    if h.dtype == torch.float32:
-        h.add_(added)
+    added = gate.numpy()[:, :, None] * rows.floats(o)[:, None]
+    if h.dtype is torch.float32:
+        state = h.numpy()
+        state += added
     else:
-        h.copy_(added.add_(h))
-    return None if weight is None else stored(stream_norm(widened(h), weight, eps), h.dtype)
+        added += rows.floats(h)
+        h.copy_(torch.from_numpy(added))
+        state = rows.floats(h)
+    return None if weight is None else rows.tensor(stream_norm(state, rows.floats(weight), eps), h.dtype)
 
 
 hyper_inject = Op(

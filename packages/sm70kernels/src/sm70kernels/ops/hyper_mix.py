@@ -10,27 +10,34 @@ Rounding points: l, a and W_up·a to the activation dtype; the division by S, th
 in float32; x once. The gates stay float32.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sm70kernels import inputs, rows
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
-from sm70kernels.streams import constant, fold, rounded, stored, widened
+from sm70kernels.streams import rounded
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def reference(n: Tensor, w_in: Tensor, w_up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return (x act [M, E], gate f32 [M, G]).
 
     n act [M, S, E]; w_in act [R+G, S·E]; w_up act [S·E, R]; kind "decode" (16-row tiles) or "prefill" (64-row tiles).
     """
-    (m, streams, hidden), act = n.shape, n.dtype
-    tile, parts = rows.TILE[kind], (w_up.shape[1], w_in.shape[0] - w_up.shape[1])
-    low = rounded(rows.linear(n.view(m, streams * hidden), w_in, tile), act).div_(constant(streams))
-    # One sigmoid over both parts: it serves silu(l) = l · sigmoid(l) and the gates, and the whole of l needs no padding or copy.
-    (lora, _), (share, gate) = low.split_with_sizes(parts, 1), rows.sigmoid(low).split_with_sizes(parts, 1)
-    mix = rounded(rows.linear(rounded(lora * share, act), w_up, tile), act)
-    x = fold(rows.elementwise(torch.sigmoid_, mix).view(n.shape).mul_(widened(n))).div_(constant(streams))
-    return stored(x, act), gate + gate
+    (m, streams, hidden), act, tile = n.shape, n.dtype, rows.TILE[kind]
+    normed, up, count = rows.floats(n), rows.floats(w_up), np.float32(streams)
+    rank = up.shape[1]
+    low = rounded(rows.multiply(normed.reshape(m, streams * hidden), rows.floats(w_in), tile), act)
+    low /= count
+    # One sigmoid over both parts: it serves silu(l) = l · sigmoid(l) and the gates.
+    share = rows.logistic(low)
+    mix = rounded(rows.multiply(rounded(low[:, :rank] * share[:, :rank], act), up, tile), act)
+    u = rows.logistic(mix).reshape(m, streams, hidden)
+    u *= normed
+    x = np.add.reduce(u, 1)
+    x /= count
+    return rows.tensor(x, act), torch.from_numpy(share[:, rank:] * np.float32(2.0))
 
 
 hyper_mix = Op(

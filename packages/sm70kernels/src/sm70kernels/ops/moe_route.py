@@ -8,31 +8,31 @@ the softmax over all X renormalised over the kept:
 A kept logit of -inf has weight exactly 0. A row that holds NaN or +inf, or nothing but -inf, is degenerate: ids 0..K-1, weights 0.
 """
 
-from functools import cache
-
+import numpy as np
 import torch
 from torch import Tensor
 
-from sm70kernels import inputs
+from sm70kernels import inputs, rows
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
-from sm70kernels.streams import widened
 
 
-@cache
-def _first(topk: int) -> Tensor:
-    """The ids 0 .. topk-1 of a degenerate row; never written to."""
-    return torch.arange(topk)
-
-
+@np.errstate(all="ignore")  # infinities and NaN are data
 def reference(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """Return (ids i32 [M, K], weights f32 [M, K]) of logits act [M, X], best first; topk is K."""
-    # A stable sort keeps equal logits in id order, and puts NaN, then +inf, first. A degenerate row thus starts with NaN, +inf or -inf,
-    # and each of them makes every weight of its softmax NaN; nothing else does. The softmax works row by row.
-    values, order = torch.sort(widened(logits), dim=-1, descending=True, stable=True)
-    weights = torch.softmax(values.narrow(1, 0, topk), -1)
-    degenerate = weights != weights
-    ids = torch.where(degenerate, _first(topk), order.narrow(1, 0, topk)).int()
-    return ids, weights.masked_fill_(degenerate, 0.0)
+    negated = np.negative(rows.floats(logits))
+    m, experts = negated.shape
+    order = negated.argsort(-1, kind="stable")[:, :topk]  # stable: equal logits keep id order; NaN comes last
+    ids = order.astype(np.int32)
+    best = negated.take(order + np.arange(0, m * experts, experts)[:, None])
+    # The least of a degenerate row is NaN, -inf (a logit of +inf) or +inf (nothing but -inf). Each of them makes every weight NaN; nothing
+    # else does.
+    weights = np.exp(np.minimum.reduce(negated, -1, keepdims=True) - best)
+    weights /= np.add.reduce(weights, -1, keepdims=True)
+    degenerate = np.isnan(weights)
+    if degenerate.any():
+        weights[degenerate] = 0.0
+        np.copyto(ids, np.arange(topk, dtype=np.int32), where=degenerate)
+    return torch.from_numpy(ids), torch.from_numpy(weights)
 
 
 moe_route = Op(

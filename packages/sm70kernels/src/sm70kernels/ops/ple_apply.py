@@ -11,93 +11,90 @@ so a row reads the same c from its own call as a later call reads from the histo
 """
 
 import math
-from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sm70kernels import inputs
+from sm70kernels import rows as arithmetic
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
-from sm70kernels.rows import TILE, linear, row_sum, sigmoid, silu
-from sm70kernels.streams import constant, fold, rounded, stored, stream_norm, widened
+from sm70kernels.rows import TILE, Floats, floats, logistic, multiply, swish
+from sm70kernels.streams import rounded, stream_norm
 
-FLOOR = 1e-6
+FLOOR = np.float32(1e-6)
 """Lower limit of |s| under the square root."""
 
 
-def _convolve(extended: Tensor, taps: Tensor, dilation: int) -> Tensor:
-    """The convolution before its silu: extended [N, HL+T, C] contiguous (history, then rows), taps [C, KW] -> f32 [N·T, C]."""
-    (requests, length, channels), width = extended.shape, taps.shape[1]
-    count = length - (width - 1) * dilation
-    # windows[i, tap, t] is row t + tap · dilation of request i.
-    steps = (length * channels, dilation * channels, channels, 1)
-    windows = widened(extended).as_strided((requests, width, count, channels), steps)
-    terms = windows * widened(taps).t().contiguous().unsqueeze(1)
-    return fold(terms.reshape(requests, width, count * channels)).view(requests * count, channels)
+def _convolve(extended: Floats, taps: Floats, dilation: int) -> Floats:
+    """The convolution before its silu: extended [L, HL+T, C] (history, then rows), taps [KW, C] -> [L, T, C]."""
+    count = extended.shape[1] - (len(taps) - 1) * dilation
+    total: Floats = extended[:, :count] * taps[0]
+    for tap in range(1, len(taps)):
+        total += extended[:, tap * dilation : tap * dilation + count] * taps[tap]
+    return total
 
 
-@lru_cache(maxsize=64)
-def _ascending(count: int) -> Tensor:
-    """0 .. count-1, never written to."""
-    return torch.arange(count)
+class _Live:
+    """The requests that own rows, ascending, and the rows they own, request after request."""
+
+    def __init__(self, first: list[int], slot: Tensor, rows: Tensor, fresh: Tensor) -> None:
+        owners = zip(first, slot.tolist(), rows.tolist(), fresh.tolist(), strict=True)
+        live = [(i, at, held, count, new) for i, (at, held, count, new) in enumerate(owners) if held >= 0 and count > 0]
+        self.request = [i for i, _, _, _, _ in live]
+        self.slot = [held for _, _, held, _, _ in live]
+        self.count = [count for _, _, _, count, _ in live]
+        self.fresh = [new for _, _, _, _, new in live]
+        self.rows: NDArray[np.int64] = np.array([row for _, at, _, count, _ in live for row in range(at, at + count)], np.int64)
+
+    def past(self, history: NDArray[np.generic]) -> Floats:
+        """The history of each, [L, HL, C]; zero where it is fresh."""
+        past: Floats = history.take(self.slot, 0).astype(np.float32, copy=False)
+        if any(self.fresh):  # rare: the first step of a request
+            past[np.flatnonzero(self.fresh)] = 0.0
+        return past
 
 
-def _live(slot: Tensor, rows: Tensor) -> Tensor:
-    """The requests that own rows, i64 [L] ascending."""
-    return (rows * (slot.clamp(min=0) == slot)).nonzero(as_tuple=True)[0]
-
-
-def _rectangle(m: int, live: Tensor, slot: Tensor, rows: Tensor) -> Tensor:
-    """Rows in N rectangles of T: the owned ones, i64 [R] ascending."""
-    requests = slot.shape[0]
+def _first(m: int, requests: int) -> list[int]:
+    """The first rows of N rectangles of T rows."""
     if m % max(requests, 1) or (m and not requests):
         raise ValueError(f"ple_apply: h axis 0: M={m} is not a multiple of slot axis 0: N={requests}; decode rows are N x T")
-    width = m // max(requests, 1)
-    if width == 1:  # a live request owns its only row
-        return live
-    columns = _ascending(width)
-    owned = columns < rows[live].unsqueeze(1)
-    return (live.unsqueeze(1) * width + columns)[owned]
+    return [i * (m // requests) for i in range(requests)]
 
 
-def _decode(
-    c: Tensor, live: Tensor, taps: Tensor, dilation: int, history: Tensor, slot: Tensor, rows: Tensor, fresh: Tensor, write: bool
-) -> Tensor:
-    """Return the convolution of the owned rows, f32 [R, C], and move the histories on when `write`; c [M, C] is 0 in all other rows."""
-    width, (depth, channels) = c.shape[0] // max(slot.shape[0], 1), history.shape[1:]
-    held = slot.index_select(0, live).long()
-    past = history.index_select(0, held)
-    (anew,) = fresh.index_select(0, live).nonzero(as_tuple=True)
-    if anew.shape[0]:  # rare: the first step of a request
-        past.index_fill_(0, anew, 0.0)
-    extended = torch.cat((past, c.view(slot.shape[0], width, channels).index_select(0, live)), 1)
+def _decode(placed: Floats, live: _Live, requests: int, taps: Floats, dilation: int, pool: NDArray[np.generic], write: bool) -> Floats:
+    """Return the convolution of the owned rows, [R, C], and move the histories on when `write`; placed [M, C] is 0 in all other rows."""
+    (m, channels), depth = placed.shape, pool.shape[1]
+    if not live.request:
+        return np.zeros((0, channels), np.float32)
+    width = m // requests
+    extended = np.concatenate((live.past(pool), placed.reshape(requests, width, channels).take(live.request, 0)), 1)
     conv = _convolve(extended, taps, dilation)
-    if width == 1:
-        latest = extended.narrow(1, 1, depth)
+    if min(live.count) == width:
+        latest = extended[:, width:]
+        conv = conv.reshape(-1, channels)
     else:
-        taken = rows[live]
-        conv = conv[(_ascending(width) < taken.unsqueeze(1)).view(-1)]
-        first = _ascending(live.shape[0]) * (depth + width) + taken
-        latest = extended.flatten(0, 1)[first.unsqueeze(1) + _ascending(depth)]
+        latest = np.stack([sequence[count : count + depth] for sequence, count in zip(extended, live.count, strict=True)])
+        conv = conv[np.arange(width) < np.array(live.count)[:, None]]
     if write:
-        history.index_copy_(0, held, latest)
+        pool[live.slot] = latest
     return conv
 
 
-def _prefill(
-    c: Tensor, live: Tensor, taps: Tensor, dilation: int, history: Tensor, slot: Tensor, rows: Tensor, fresh: Tensor, write: bool
-) -> Tensor:
+def _prefill(c: Floats, live: _Live, taps: Floats, dilation: int, pool: NDArray[np.generic], write: bool) -> Floats:
     """The same for rows in slices; c [R, C] holds the owned rows only, slice after slice."""
-    conv = [torch.zeros(0, c.shape[1])]
-    parts = c.split(rows[live].tolist()) if live.shape[0] else ()
-    for held, anew, part in zip(slot[live].tolist(), fresh[live].tolist(), parts, strict=True):
-        extended = torch.cat([torch.zeros_like(history[held]) if anew else history[held], part])
-        conv.append(_convolve(extended.unsqueeze(0), taps, dilation))
+    conv, end = [np.zeros((0, c.shape[1]), np.float32)], 0
+    for past, held, count in zip(live.past(pool), live.slot, live.count, strict=True):
+        extended = np.concatenate((past, c[end : end + count]))
+        end += count
+        conv.append(_convolve(extended[None], taps, dilation)[0])
         if write:
-            history[held] = extended[part.shape[0] :]
-    return torch.cat(conv)
+            pool[held] = extended[count:]
+    return np.concatenate(conv)
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def reference(
     h: Tensor,
     e: Tensor,
@@ -128,33 +125,34 @@ def reference(
     Raises ValueError when N does not divide M in decode.
     """
     (m, streams, hidden), tile, dtype = h.shape, TILE[kind], h.dtype
-    channels, live = streams * hidden, _live(slot, rows)
-    if kind == "decode":
-        mine = _rectangle(m, live, slot, rows)
-    else:
-        spans = zip(start[live].tolist(), rows[live].tolist(), strict=True)
-        mine = torch.cat([_ascending(0), *[torch.arange(first, first + count) for first, count in spans]])
+    channels, requests = streams * hidden, slot.shape[0]
+    live = _Live(_first(m, requests) if kind == "decode" else start.tolist(), slot, rows, fresh)
+    mine, state, embedded = live.rows, h.view(m, channels).numpy(), floats(e)
 
-    # The products run on whole tiles; everything after them on the rows that somebody owns. Key and query are normed in one go.
-    key = rounded(linear(e, key_w, tile).index_select(0, mine), dtype).view(-1, streams, hidden)
-    both = torch.stack((key, widened(h.index_select(0, mine))))
-    key, query = stream_norm(both, torch.stack((norm_key, norm_query)).unsqueeze(1), eps)
-    score = row_sum(key.mul_(query)).div_(constant(math.sqrt(hidden)))
-    root = score.abs().clamp_(min=FLOOR).sqrt_().mul_(score.sign())
-    value = rounded(linear(e, value_w, tile).index_select(0, mine), dtype)
-    # One gate value for every element: whole vectors, which the sigmoid takes without padding.
-    gated = sigmoid(root.expand(key.shape).contiguous()).mul_(value.unsqueeze(1))
-    c = stored(stream_norm(gated, norm_conv, eps), dtype).view(-1, channels)
-    placed = c.new_zeros(m, channels).index_copy_(0, mine, c)
+    # The products run on whole tiles; everything after them on the rows that somebody owns.
+    before = state.take(mine, 0).astype(np.float32, copy=False)
+    key = rounded(multiply(embedded, floats(key_w), tile).take(mine, 0), dtype).reshape(-1, streams, hidden)
+    key, query = stream_norm(key, floats(norm_key), eps), stream_norm(before.reshape(key.shape), floats(norm_query), eps)
+    score = np.vecdot(key, query)
+    score /= np.float32(math.sqrt(hidden))
+    root = np.sqrt(np.maximum(np.abs(score), FLOOR))
+    root *= np.sign(score)
+    value = rounded(multiply(embedded, floats(value_w), tile).take(mine, 0), dtype)
+    gated = logistic(root)[:, :, None] * value[:, None]
+    c = rounded(stream_norm(gated, floats(norm_conv), eps), dtype).reshape(-1, channels)
+    placed = np.zeros((m, channels), np.float32)
+    placed[mine] = c
+    pool, taps = history.numpy(), floats(conv_w).T
     if kind == "decode":
-        conv = _decode(placed, live, conv_w, dilation, history, slot, rows, fresh, write)
+        conv = _decode(placed, live, requests, taps, dilation, pool, write)
     else:
-        conv = _prefill(c, live, conv_w, dilation, history, slot, rows, fresh, write)
+        conv = _prefill(c, live, taps, dilation, pool, write)
 
-    added = gated.view(-1, channels).add_(silu(conv))
-    flat = h.view(m, channels)
-    flat.index_copy_(0, mine, stored(added.add_(flat.index_select(0, mine)), dtype))
-    return placed
+    added = gated.reshape(-1, channels)
+    added += swish(conv)
+    added += before
+    state[mine] = added
+    return arithmetic.tensor(placed, dtype)
 
 
 def _kind(draw: inputs.Draw) -> str:

@@ -8,6 +8,7 @@ Of J heads the first J/(G-1) read the 2-gram, the next the 3-gram, and so on up 
 ends; the token after it sees eos only. Ids are raw: placeholders of images and videos enter the hash as they are.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,14 +25,16 @@ def reference(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor,
     order, heads = ids.shape[1], primes.shape[0]
     if order < 2 or heads % (order - 1):
         raise ValueError(f"ple_hash: J = {heads} heads do not divide among the {order - 1} n-gram orders of G = {order}; pass a multiple")
-    tokens, factors = list(ids.split(1, 1)), multipliers.unbind()
+    window, factors = ids.numpy(), multipliers.numpy()
+    tokens = [window[:, i] for i in range(order)]
     for i in range(2, order):
-        tokens[i] = tokens[i].masked_fill(tokens[i - 1] == eos, eos)
-    mixes = [tokens[0] * factors[0] ^ tokens[1] * factors[1]]
+        tokens[i] = np.where(tokens[i - 1] == eos, eos, tokens[i])
+    # numpy's products of int64 arrays wrap, and its remainder takes the sign of the prime.
+    mixes = [tokens[0] * factors[:1] ^ tokens[1] * factors[1:2]]
     for i in range(2, order):
-        mixes.append(mixes[-1] ^ tokens[i] * factors[i])
-    heads_of = primes.view(order - 1, -1)
-    return torch.remainder(torch.stack(mixes, 1), heads_of).flatten(1).add_(offsets)
+        mixes.append(mixes[-1] ^ tokens[i] * factors[i : i + 1])
+    hashed = np.stack(mixes, 1)[:, :, None] % primes.numpy().reshape(order - 1, -1)
+    return torch.from_numpy(hashed.reshape(len(window), heads) + offsets.numpy())
 
 
 ple_hash = Op(

@@ -8,6 +8,7 @@ row draws what plain decoding would draw there: accepting while draft = token gi
 Temperature, top-k, top-p and min-p are process_logits' work; here temperature only says whether noise is added.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,7 +36,8 @@ def reference(logits: Tensor, seed: Tensor, position: Tensor, temperature: Tenso
     counts as -inf; a row of -inf gives token 0.
     """
     requests, width, vocabulary = logits.shape
-    scores = logits.reshape(-1, vocabulary).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    # fmax is the other number where one is NaN.
+    scores = torch.from_numpy(np.fmax(logits.numpy().reshape(-1, vocabulary), np.float32(-np.inf)))
     if any(t > 0 for t in temperature.tolist()):
         request, row = ((temperature > 0)[:, None] & (torch.arange(width) < rows[:, None])).nonzero().unbind(1)
         drawn = request * width + row
