@@ -49,7 +49,7 @@ def silence_selection(model: FlashNext) -> None:
     """All blocks score alike: the first ones are taken."""
     for layer in model.layers:
         if isinstance(layer.block, SparseAttention):
-            layer.block.in_proj[layer.block.channels :].zero_()
+            layer.block.in_proj[layer.block.widths[0] :].zero_()
 
 
 def silence_injection_gates(model: FlashNext) -> None:

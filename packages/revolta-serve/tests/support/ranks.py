@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sm70kernels import moe_route, qsa_select
-from sm70kernels.op import Op
-from support.drive import Request, full_pass
 from torch import Tensor
 
 from revolta_serve.config import ModelSource, ParallelConfig, ServeConfig
@@ -20,6 +17,9 @@ from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.parallel.groups import close_groups
 from revolta_serve.runner.runner import Runner
 from revolta_serve.types import Slice
+from sm70kernels import moe_route, qsa_select
+from sm70kernels.op import Op
+from support.drive import Request, full_pass
 
 
 @dataclass
@@ -71,7 +71,7 @@ def _one_rank(rank: int, config: ServeConfig, texts: list[list[int]], prompt: li
     logits: list[Tensor] = []
 
     def tap(_piece: Slice, judged: Tensor) -> None:
-        logits.append(judged[-1])
+        logits.append(judged)
 
     runner.tap = tap
     groups = runner.model.groups

@@ -225,16 +225,6 @@ def sigmoid(x: Tensor) -> Tensor:
     return elementwise(torch.sigmoid, x)
 
 
-def silu(x: Tensor) -> Tensor:
-    """x · sigmoid(x), place-independent."""
-    return elementwise(F.silu, x)
-
-
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x), x itself above 20, place-independent."""
-    return elementwise(F.softplus, x)
-
-
 def logistic(x: Floats) -> Floats:
     """1 / (1 + e^-x) as a new array, place-independent; call it under np.errstate(all="ignore")."""
     y: Floats = np.negative(x)

@@ -82,8 +82,6 @@ def _on_arrays(function: Callable[[rows.Floats], rows.Floats]) -> Callable[[Tens
     [
         (rows.exp, torch.exp),
         (rows.sigmoid, torch.sigmoid),
-        (rows.silu, F.silu),
-        (rows.softplus, F.softplus),
         (_on_arrays(rows.logistic), torch.sigmoid),
         (_on_arrays(rows.swish), F.silu),
     ],

@@ -15,13 +15,11 @@ Kind = Literal["decode", "prefill"]
 class Batch:
     """M rows of N sequences. Padding rows have position -1, slot -1 and indices -1; they are never read or stored.
 
-    kind decode: M = N·T, row n·T+t is the t-th row of sequence n (T = rows per request = drafts + 1).
+    kind decode: M = N, one row a sequence.
     kind prefill: sequence n owns rows start[n] .. start[n]+rows[n]-1 and the padding up to the next multiple of 64.
     """
 
     kind: Kind
-    width: int
-    """T for decode, 1 for prefill."""
     ids: Tensor
     """i64[M] token ids."""
     context: Tensor
@@ -53,7 +51,5 @@ class Batch:
     rows: Tensor
     fresh: Tensor
     """i32[N] state slot, first row, number of valid rows, and 1 where the sequence starts from an empty state."""
-    write: bool
-    """Whether recurrent state advances in this pass (verify passes leave it to the replay)."""
     sparse: bool
     """Whether any row is beyond the reach of dense attention: otherwise index blocks need no scores."""

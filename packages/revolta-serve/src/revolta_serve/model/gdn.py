@@ -35,22 +35,13 @@ class GatedDeltaNet:
         values = heads * self.value_dim
         qkv, z, b, a = project(x, self.in_proj, batch.kind).split_with_sizes((channels, values, heads, heads), 1)
         y = gdn_conv(
-            qkv, self.conv, pools.layers.conv[self.index], batch.slot, batch.start, batch.rows, batch.fresh, batch.kind, batch.write
+            qkv, self.conv, pools.layers.conv[self.index], batch.slot, batch.start, batch.rows, batch.fresh, batch.kind, True
         )
         state = pools.layers.gdn[self.index]
         if batch.kind == "decode":
-            # Rows of one request a step apart: for one row each, an axis of size one.
-            o = gdn_step(
-                y.view(-1, batch.width, channels),
-                a.unsqueeze(1) if batch.width == 1 else a.unflatten(0, (-1, batch.width)),
-                b.unsqueeze(1) if batch.width == 1 else b.unflatten(0, (-1, batch.width)),
-                self.a_log,
-                self.dt_bias,
-                state,
-                batch.slot,
-                batch.rows,
-                batch.write,
-            ).flatten(0, 1)
+            # The op takes rows of a request a step apart: here an axis of one.
+            inputs = (y.unsqueeze(1), a.unsqueeze(1), b.unsqueeze(1))
+            o = gdn_step(*inputs, self.a_log, self.dt_bias, state, batch.slot, batch.rows, True).squeeze(1)
         else:
             o = gdn_prefill(y, a, b, self.a_log, self.dt_bias, state, batch.slot, batch.start, batch.rows, batch.fresh)
         o = gated_rms_norm(o, z.unflatten(1, (heads, self.value_dim)), self.norm, self.eps, self.gate)

@@ -30,4 +30,4 @@ class NgramEmbedding:
         e = self.group.sum(ple_gather(rows, self.table, self.row_start))
         history = pools.layers.ple[self.index]
         sequences = (batch.slot, batch.start, batch.rows, batch.fresh)
-        ple_apply(h, e, *self.weights, self.dilation, history, *sequences, batch.kind, batch.write, self.eps)
+        ple_apply(h, e, *self.weights, self.dilation, history, *sequences, batch.kind, True, self.eps)

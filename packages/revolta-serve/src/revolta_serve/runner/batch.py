@@ -29,8 +29,6 @@ class Rows:
     """Valid rows of each slice."""
     total: int
     """Rows with padding."""
-    sequences: int
-    """Sequences with padding."""
 
 
 class BatchBuilder:
@@ -64,11 +62,10 @@ class BatchBuilder:
             self.free.append(row)
 
     def decode(self, slices: Sequence[Slice]) -> tuple[Batch, Rows]:
-        """One rectangular pass: T rows a request, T the widest slice. Products that need whole tiles pad by themselves."""
-        counts = [1 + len(piece.drafts) for piece in slices]
-        width, sequences = max(counts), len(slices)
-        rows = Rows([i * width for i in range(sequences)], counts, sequences * width, sequences)
-        return self._build("decode", width, slices, rows, write=width == 1), rows
+        """One row a request, in slice order. Products that need whole tiles pad by themselves."""
+        count = len(slices)
+        rows = Rows(list(range(count)), [1] * count, count)
+        return self._build("decode", slices, rows), rows
 
     def prefill(self, slices: Sequence[Slice]) -> tuple[Batch, Rows]:
         """One ragged pass: every slice has its own 64-row tiles."""
@@ -76,10 +73,10 @@ class BatchBuilder:
         for piece in slices:
             first.append(end)
             end += -(-len(piece.tokens) // TILE["prefill"]) * TILE["prefill"]
-        rows = Rows(first, [len(piece.tokens) for piece in slices], end, len(slices))
-        return self._build("prefill", 1, slices, rows, write=True), rows
+        rows = Rows(first, [len(piece.tokens) for piece in slices], end)
+        return self._build("prefill", slices, rows), rows
 
-    def _build(self, kind: Kind, width: int, slices: Sequence[Slice], rows: Rows, *, write: bool) -> Batch:
+    def _build(self, kind: Kind, slices: Sequence[Slice], rows: Rows) -> Batch:
         c, total = self.config, rows.total
         window: Ints = np.full((total, c.ngram), c.eos, dtype=np.int64)
         position: Ints = np.full(total, -1, dtype=np.int64)
@@ -87,27 +84,25 @@ class BatchBuilder:
         request = np.zeros(total, dtype=np.int64)
         row_slot = np.full(total, -1, dtype=np.int32)
         first = np.zeros(total, dtype=np.int32)
-        per_sequence = np.zeros((4, rows.sequences), dtype=np.int32)
-        per_sequence[0] = -1
-        tables = np.zeros(rows.sequences, dtype=np.int64)
+        per_sequence = np.zeros((4, len(slices)), dtype=np.int32)
+        tables = np.zeros(len(slices), dtype=np.int64)
         for n, (piece, begin, count) in enumerate(zip(slices, rows.first, rows.counts, strict=True)):
             span = slice(begin, begin + count)
-            history = np.array(piece.before[::-1] + piece.tokens + piece.drafts, dtype=np.int64)
+            history = np.array(piece.before[::-1] + piece.tokens, dtype=np.int64)
             for back in range(c.ngram):
                 window[span, back] = history[c.ngram - 1 - back : c.ngram - 1 - back + count]
             position[span] = np.arange(piece.start, piece.start + count)
             rope[span] = piece.rope_delta
-            request[begin : begin + self._padded(kind, width, count)] = n
+            request[begin : begin + self._padded(kind, count)] = n
             row_slot[span], first[span] = piece.slot, begin
             per_sequence[:, n] = piece.slot, begin, count, piece.fresh
             tables[n] = self.row_of[piece.request]
-        table = self.table[tables, : max(1, int(self.lengths[tables[: len(slices)]].max()))]
+        table = self.table[tables, : max(1, int(self.lengths[tables].max()))]
         kv_index, key_index = self._indices(position, table, request)
         cos, sin, block_cos, block_sin = self._rotate(position, rope)
         slot, start, valid, fresh = (torch.from_numpy(vector) for vector in per_sequence)
         return Batch(
             kind=kind,
-            width=width,
             ids=torch.from_numpy(np.ascontiguousarray(window[:, 0])),
             context=torch.from_numpy(window),
             position=torch.from_numpy(position.astype(np.int32)),
@@ -126,14 +121,13 @@ class BatchBuilder:
             start=start,
             rows=valid,
             fresh=fresh,
-            write=write,
             sparse=bool(position.max() >= c.dense_positions),
         )
 
     @staticmethod
-    def _padded(kind: Kind, width: int, count: int) -> int:
+    def _padded(kind: Kind, count: int) -> int:
         """Rows that belong to a sequence with its padding."""
-        return width if kind == "decode" else -(-count // TILE["prefill"]) * TILE["prefill"]
+        return count if kind == "decode" else -(-count // TILE["prefill"]) * TILE["prefill"]
 
     def _indices(self, position: Ints, table: NDArray[np.int32], request: Ints) -> tuple[Tensor, Tensor]:
         """Flat pool indices of each row's K/V on this rank and of the index key it completes; -1 for none."""

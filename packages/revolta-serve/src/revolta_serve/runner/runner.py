@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +18,17 @@ from revolta_serve.model.rope import Rotary
 from revolta_serve.parallel.groups import create_groups
 from revolta_serve.runner.batch import BatchBuilder, Rows
 from revolta_serve.runner.sampler import Sampler
-from revolta_serve.types import Slice, SliceResult, StartupReport, StepPlan, StepResult
+from revolta_serve.types import SamplingParams, Slice, SliceResult, StartupReport, StepPlan, StepResult
 from revolta_serve.weights.checkpoint import Progress
 from revolta_serve.weights.checkpoint import load as load_weights
 from revolta_serve.weights.index import CheckpointIndex
-from sm70kernels import rows as row_tiles
 
 LogitsTap = Callable[[Slice, Tensor], None]
-"""Receives a slice and the float32 logits [rows, V] it is judged by, before sampling changes them."""
+"""Receives a slice and the float32 logits [V] its token is drawn from, before sampling changes them."""
+
+
+REHEARSAL = -1
+"""Request and step number of the run before the first request; the engine counts from 0."""
 
 
 class Runner:
@@ -51,7 +53,6 @@ class Runner:
         dtype = torch.float16 if config.model.dtype == "float16" else torch.float32
         size = groups.tensor.size
         weights = load_weights(model_config, config.model.path, groups.tensor.rank, size, dtype, progress=progress)
-        probe_products(weights)
         planned = capacity(config, model_config)
         pools = allocate(
             model_config, blocks=planned.num_blocks, slots=planned.num_slots, tensor=size, context=groups.context.size, dtype=dtype
@@ -69,7 +70,27 @@ class Runner:
             load_seconds=time.perf_counter() - begin,
             fingerprint=CheckpointIndex.open(config.model.path).fingerprint(),
         )
-        return cls(FlashNext(model_config, weights, groups), pools, builder, report)
+        runner = cls(FlashNext(model_config, weights, groups), pools, builder, report)
+        runner.rehearse(min(model_config.dense_positions + 2, config.schedule.max_model_len - 1))
+        return runner
+
+    def rehearse(self, length: int) -> None:
+        """Run a prompt of `length` tokens and one decode step in empty pools, and forget them.
+
+        Every product is probed for row independence where it is first used; a shape that has none then fails here, with its name,
+        and not in the middle of an answer. `length` should reach beyond dense attention, so that selection is rehearsed too.
+        """
+        mark = self.model.config.eos
+        before = (mark,) * (self.model.config.ngram - 1)
+        count = -(-(length + 1) // BLOCK)
+        prompt = Slice(
+            request=REHEARSAL, kind="prefill", slot=0, start=0, tokens=(mark,) * length, before=before, blocks=tuple(range(count)),
+            fresh=True, sampling=SamplingParams(temperature=0.0),
+        )  # fmt: skip
+        row = Slice(request=REHEARSAL, kind="decode", slot=0, start=length, tokens=(mark,), before=before)
+        self.step(StepPlan(step=REHEARSAL, slices=(prompt,)))
+        self.step(StepPlan(step=REHEARSAL, slices=(row,)))
+        self.step(StepPlan(step=REHEARSAL, slices=(), forget=(REHEARSAL,)))
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
@@ -87,16 +108,14 @@ class Runner:
         return StepResult(
             step=plan.step,
             slices=tuple(results),
-            decode_rows=sum(1 + len(piece.drafts) for piece in decode),
+            decode_rows=len(decode),
             prefill_rows=sum(len(piece.tokens) for piece in prefill),
             seconds=time.perf_counter() - begin,
         )
 
     def _decode(self, slices: Sequence[Slice]) -> list[SliceResult]:
-        batch, rows = self.builder.decode(slices)
-        hidden = self.model.forward(batch, self.pools).mixed
-        logits = self.model.logits(hidden).view(rows.sequences, batch.width, -1)[: len(slices)]
-        return self._sample(logits, slices)
+        batch, _ = self.builder.decode(slices)
+        return self._sample(self.model.logits(self.model.forward(batch, self.pools).mixed), slices)
 
     def _prefill(self, slices: Sequence[Slice]) -> list[SliceResult]:
         batch, rows = self.builder.prefill(slices)
@@ -104,7 +123,7 @@ class Runner:
         ends = [n for n, piece in enumerate(slices) if piece.sample]
         results = [SliceResult(piece.request) for piece in slices]
         if ends:
-            logits = self.model.logits(hidden[self._last_rows(rows, ends)]).unsqueeze(1)
+            logits = self.model.logits(hidden[self._last_rows(rows, ends)])
             for n, result in zip(ends, self._sample(logits, [slices[n] for n in ends]), strict=True):
                 results[n] = result
         return results
@@ -115,28 +134,13 @@ class Runner:
         return torch.tensor([rows.first[n] + rows.counts[n] - 1 for n in which])
 
     def _sample(self, logits: Tensor, slices: Sequence[Slice]) -> list[SliceResult]:
-        """Tokens of each slice from logits f32[N, T, V]. A row that is not finite fails its own request only."""
+        """The token of each slice from logits f32[N, V]. A row that is not finite fails its own request only."""
         if self.tap is not None:
             for piece, judged in zip(slices, logits, strict=True):
-                self.tap(piece, judged[: 1 + len(piece.drafts)].clone())
-        finite = np.isfinite(logits.numpy()).all((1, 2)).tolist()
+                self.tap(piece, judged.clone())
+        finite = torch.isfinite(logits).all(1).tolist()
         tokens = self.sampler(logits, slices)
         return [
-            SliceResult(piece.request, drawn if ok else (), corrupt=not ok) for piece, drawn, ok in zip(slices, tokens, finite, strict=True)
+            SliceResult(piece.request, (token,) if ok else (), corrupt=not ok)
+            for piece, token, ok in zip(slices, tokens, finite, strict=True)
         ]
-
-
-MATRICES = ("in_proj", "out_proj", "w_in", "w_up", "router", "shared13", "shared2", "shared_gate", "w13", "w2", "key", "value", "lm_head")
-"""Last name component of the parameters that rows are multiplied by."""
-
-
-def probe_products(weights: Mapping[str, Tensor]) -> int:
-    """Choose a row-independent product for every matrix of the model, in both tiles; returns how many shapes were probed.
-
-    Raises rows.RowDependenceError naming a shape for which none exists: better at start-up than in the middle of an answer.
-    """
-    matrices = [weight for name, weight in weights.items() if name.rsplit(".", 1)[-1] in MATRICES]
-    shapes = {(tile, *weight.shape[-2:]) for weight in matrices for tile in row_tiles.TILE.values()}
-    for tile, n, k in sorted(shapes):
-        row_tiles.product(tile, n, k)
-    return len(shapes)

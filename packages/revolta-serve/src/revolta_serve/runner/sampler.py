@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,32 +27,21 @@ class Sampler:
         """Drop a request; one that never sampled here is ignored."""
         self.params.pop(request, None)
 
-    def __call__(self, logits: Tensor, slices: Sequence[Slice]) -> list[tuple[int, ...]]:
-        """Draw the tokens of each slice.
-
-        logits f32[N, T, V]: row (n, t) judges the slice's draft t and, past the last accepted draft, gives the next token. Rows beyond
-        a slice's drafts are padding. Modified in place. Returns 1 + accepted tokens per slice.
-        """
-        n, width, vocab = logits.shape
+    def __call__(self, logits: Tensor, slices: Sequence[Slice]) -> list[int]:
+        """Draw the next token of each slice from logits f32[N, V], which are modified in place."""
         params = [self.params[piece.request] for piece in slices]
-        temperature = torch.from_numpy(np.array([p.temperature for p in params], np.float32))
+        temperature = torch.tensor([p.temperature for p in params])
         if any(p.temperature > 0 for p in params):
-            per_row = [
-                torch.tensor([getattr(p, name) for p in params], dtype=dtype).repeat_interleave(width)
-                for name, dtype in PER_ROW.items()
-            ]
-            process_logits(logits.view(n * width, vocab), *per_row)
-        tokens, count = sample_verify(
-            logits,
-            torch.from_numpy(np.array([p.seed for p in params], np.int64)),
-            _vector([piece.start + len(piece.tokens) for piece in slices]),
+            per_row = [torch.tensor([getattr(p, name) for p in params], dtype=dtype) for name, dtype in PER_ROW.items()]
+            process_logits(logits, *per_row)
+        # A verify step of one row: no draft to accept, one token to draw at the position after the slice.
+        tokens, _ = sample_verify(
+            logits.unsqueeze(1),
+            torch.tensor([p.seed for p in params]),
+            torch.tensor([piece.start + len(piece.tokens) for piece in slices], dtype=torch.int32),
             temperature,
-            _vector([piece.drafts + (-1,) * (width - len(piece.drafts)) for piece in slices]),
-            _vector([1 + len(piece.drafts) for piece in slices]),
+            torch.full((len(slices), 1), -1, dtype=torch.int32),
+            torch.ones(len(slices), dtype=torch.int32),
         )
-        return [tuple(row[:k]) for row, k in zip(tokens.tolist(), count.tolist(), strict=True)]
-
-
-def _vector(values: Sequence[object]) -> Tensor:
-    """Integers, or equally long tuples of them, as int32."""
-    return torch.from_numpy(np.array(values, np.int32))
+        drawn: list[int] = tokens.squeeze(1).tolist()
+        return drawn
