@@ -1,6 +1,7 @@
 """How much faster is a decode step than transformers' own on the same checkpoint, threads and machine?
 
-Measures milliseconds per step of greedy decoding, alternating the two in one run so that drift of the machine hits both:
+First the three must give the same tokens to the same prompts; if they do not, nothing is timed and the exit status is 2.
+Then it measures milliseconds per step of greedy decoding, alternating the three in one run so that drift of the machine hits all:
 
     transformers   `generate` with its cache, one sequence and a batch of eight
     engine         scheduler and runner in one process, one request and eight
@@ -8,7 +9,9 @@ Measures milliseconds per step of greedy decoding, alternating the two in one ru
 
 A step is one token of every sequence; prompt time is taken out. Prints absolute times and ratios, writes JSON and a plot.
 
-    python bench/serve/bench_generate.py [--tokens 64] [--repeats 5] [--threads 1] [--out bench/results/serve_generate]
+    python bench/serve/bench_generate.py [--tokens 64] [--repeats 5] [--threads 1] [--out results/serve_generate]
+
+A relative --out is taken from bench/.
 """
 
 import argparse
@@ -19,8 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import httpx
 import torch
 
-from harness import machine_line, save
+from harness import ROOT, DifferentAnswersError, machine_line, must_agree, save
 from revolta_serve.cache.capacity import capacity
 from revolta_serve.config import ModelSource, ParallelConfig, ServeConfig
-from revolta_serve.engine.core import limits
+from revolta_serve.engine.core import EngineCore, limits
+from revolta_serve.engine.worker import local
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.runner.runner import Runner
 from revolta_serve.scheduler.scheduler import Scheduler
@@ -52,59 +55,78 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
     return [[(7 * i + 13 * n) % (vocab - 64) for i in range(PROMPT)] for n in range(count)]
 
 
-def transformers_step(model: Any, ids: list[list[int]], tokens: int) -> float:
-    """Milliseconds per step of `generate`: a run of `tokens` steps less a run of one."""
+@dataclass(frozen=True)
+class Run:
+    """What a system said, by prompt, and how long a step took it, in milliseconds."""
 
-    def run(count: int) -> float:
+    tokens: list[list[int]]
+    milliseconds: float
+
+
+def transformers_run(model: Any, ids: list[list[int]], tokens: int) -> Run:
+    """`generate`: a run of `tokens` steps less a run of one."""
+
+    def run(count: int) -> tuple[list[list[int]], float]:
         begin = time.perf_counter()
         x = torch.tensor(ids)
-        model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
-        return time.perf_counter() - begin
+        mask = torch.ones_like(x)
+        y = model.generate(x, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+        return y[:, x.shape[1] :].tolist(), time.perf_counter() - begin
 
-    return (run(tokens + 1) - run(1)) / tokens * 1e3
+    said, long = run(tokens + 1)
+    _, short = run(1)
+    return Run(said, (long - short) / tokens * 1e3)
 
 
-def engine_step(runner: Runner, config: ServeConfig, ids: list[list[int]], tokens: int) -> float:
-    """Milliseconds per decode step of scheduler and runner."""
-    scheduler = Scheduler(limits(config, runner.model.config, capacity(config, runner.model.config)))
+def engine_run(core: EngineCore, ids: list[list[int]], tokens: int) -> Run:
+    """Scheduler and runner in this process: the mean of the steps in which every request decodes."""
+    greedy = SamplingParams(temperature=0.0)
     for n, prompt in enumerate(ids):
-        sampling = SamplingParams(temperature=0.0)
-        scheduler.add(GenerateRequest(id=str(n), prompt=tuple(prompt), max_tokens=tokens + 1, sampling=sampling))
+        core.submit(GenerateRequest(id=str(n), prompt=tuple(prompt), max_tokens=tokens + 1, sampling=greedy))
+    said: list[list[int]] = [[] for _ in ids]
     times = []
-    while scheduler.has_work:
+    while core.has_work:
         begin = time.perf_counter()
-        plan = scheduler.schedule()
-        assert plan is not None
-        scheduler.update(runner.step(plan))
-        if all(piece.kind == "decode" for piece in plan.slices) and len(plan.slices) == len(ids):
-            times.append(time.perf_counter() - begin)
-    return statistics.mean(times) * 1e3
+        outputs = core.step()
+        spent = time.perf_counter() - begin
+        decoded = sum(1 for output in outputs if said[int(output.id)])
+        for output in outputs:
+            said[int(output.id)] += output.tokens
+        if decoded == len(ids):
+            times.append(spent)
+    return Run(said, statistics.mean(times) * 1e3)
 
 
-async def server_step(url: str, ids: list[list[int]], tokens: int) -> float:
-    """Milliseconds per step seen by streaming HTTP clients, from the last client's first token to the first client's last."""
+async def server_run(url: str, ids: list[list[int]], tokens: int) -> Run:
+    """Streaming HTTP clients, one a prompt: from the last one's first token to the first one's last."""
 
-    async def one(client: httpx.AsyncClient, prompt: list[int]) -> list[float]:
+    async def one(client: httpx.AsyncClient, prompt: list[int]) -> tuple[list[int], list[float]]:
         body = {"prompt": prompt, "max_tokens": tokens + 1, "temperature": 0, "stream": True, "ignore_eos": True, "return_token_ids": True}
+        said: list[int] = []
         seen: list[float] = []
         async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
             response.raise_for_status()
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    count = len(json.loads(line[6:])["choices"][0].get("token_ids") or ())
-                    seen += [time.perf_counter()] * count
-        assert len(seen) == tokens + 1, f"{len(seen)} tokens arrived, expected {tokens + 1}"
-        return seen
+                    event = json.loads(line[6:])
+                    new = event["choices"][0].get("token_ids") or ()
+                    said += new
+                    seen += [time.perf_counter()] * len(new)
+        return said, seen
 
     async with httpx.AsyncClient(timeout=120) as client:
-        arrivals = await asyncio.gather(*(one(client, prompt) for prompt in ids))
+        answers = await asyncio.gather(*(one(client, prompt) for prompt in ids))
+    arrivals = [seen for _, seen in answers]
     begin, end = max(seen[0] for seen in arrivals), min(seen[-1] for seen in arrivals)
     steps = statistics.mean(sum(begin < t <= end for t in seen) for seen in arrivals)
-    return (end - begin) / steps * 1e3
+    return Run([said for said, _ in answers], (end - begin) / steps * 1e3)
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, dict[str, list[float]]]:
-    """All times in milliseconds by system and number of sequences, `repeats` each, the systems in turn."""
+    """All times in milliseconds by system and number of sequences, `repeats` each, the systems in turn.
+
+    Raises DifferentAnswersError in the first round, before anything is kept, if they do not say the same, and in any later one.
+    """
     from transformers import Qwen4ExpForConditionalGeneration
 
     torch.set_num_threads(arguments.threads)
@@ -112,21 +134,22 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, dict[st
     model = ModelConfig.load(directory)
     config = ServeConfig(model=ModelSource(path=str(directory)), parallel=ParallelConfig(threads=arguments.threads))
     config = replace(config, schedule=replace(config.schedule, max_model_len=1024)).resolve(model)
-    runner = Runner.load(config, 0)
+    # One scheduler for the runner's life: the requests it numbers are those the runner has been told to forget.
+    core = EngineCore(Scheduler(limits(config, model, capacity(config, model))), [local(Runner.load(config, 0))])
     times: dict[str, dict[str, list[float]]] = {name: {str(w): [] for w in WIDTHS} for name in ("transformers", "engine", "server")}
     with running_server(directory, {"parallel.threads": arguments.threads}) as server:
         for repeat in range(arguments.repeats + 1):
             for width in WIDTHS:
                 ids = prompts(width, model.vocab)
-                systems: dict[str, Callable[[], float]] = {
-                    "transformers": lambda ids=ids: transformers_step(oracle, ids, arguments.tokens),
-                    "engine": lambda ids=ids: engine_step(runner, config, ids, arguments.tokens),
-                    "server": lambda ids=ids: asyncio.run(server_step(server.url, ids, arguments.tokens)),
+                runs = {
+                    "transformers": transformers_run(oracle, ids, arguments.tokens),
+                    "engine": engine_run(core, ids, arguments.tokens),
+                    "server": asyncio.run(server_run(server.url, ids, arguments.tokens)),
                 }
-                for name, run in systems.items():
-                    milliseconds = run()
-                    if repeat:  # the first round warms everything up
-                        times[name][str(width)].append(milliseconds)
+                must_agree({name: run.tokens for name, run in runs.items()})
+                if repeat:  # the first round warms everything up
+                    for name, run in runs.items():
+                        times[name][str(width)].append(run.milliseconds)
     return times
 
 
@@ -150,16 +173,20 @@ def plot(path: Path, medians: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> int:
-    """Run, print, save. Exit status 1 if the server misses a goal."""
+    """Run, print, save. Exit status 1 if the server misses a goal, 2 if the systems do not say the same."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/serve_generate"))
+    parser.add_argument("--out", type=Path, default=Path("results/serve_generate"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         make_tiny(scratch)
-        times = measure(arguments, Path(scratch))
+        try:
+            times = measure(arguments, Path(scratch))
+        except DifferentAnswersError as error:
+            print(f"bench_generate: nothing is timed: {error}", file=sys.stderr)
+            return 2
     medians = {name: {w: statistics.median(v) for w, v in by_width.items()} for name, by_width in times.items()}
     print(machine_line(arguments.threads))
     missed = False
@@ -170,8 +197,9 @@ def main() -> int:
         missed |= ratios["server"] < GOALS[width]
         print(f"{width} at once: {row}   engine {ratios['engine']:.1f}x, server {ratios['server']:.1f}x (goal {GOALS[width]:.0f}x)")
     result = {"threads": arguments.threads, "tokens": arguments.tokens, "ms_per_step": times, "median_ms": medians}
-    save(arguments.out.with_suffix(".json"), result)
-    plot(arguments.out.with_suffix(".png"), medians)
+    out = ROOT / "bench" / arguments.out
+    save(out.with_suffix(".json"), result)
+    plot(out.with_suffix(".png"), medians)
     return int(missed)
 
 

@@ -1,5 +1,7 @@
 """The locks agree with each other and with what the packages declare, so that `pip check` has nothing to find."""
 
+import ast
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +14,15 @@ import check_python
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ("cpu-py311", "v100-py312")
 OURS = {"sm70kernels", "revolta-serve"}
+EXTRAS = {"test": ENVIRONMENTS, "cuda12": ("v100-py312",)}
+"""Environments that install an extra of the packages."""
+
+MODULES = {"pyyaml": "yaml", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+"""Where an import has another name than what is installed."""
+PROGRAMS = {"ruff", "mypy", "pytest-timeout", "pytest-xdist"}
+"""Used without being imported: by make, or by pytest itself."""
+DRIVERS = {"httptools": "uvicorn"}
+"""Imported by another requirement, which we tell to."""
 
 
 def pins(name: str) -> dict[str, str]:
@@ -39,8 +50,8 @@ def test_a_lock_is_sorted_canonical_and_exact(name: str) -> None:
 def test_the_locks_satisfy_what_the_packages_declare(environment: str, package: str) -> None:
     project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
     wanted = [(text, f"{environment}-serve") for text in project["dependencies"]]
-    for texts in project.get("optional-dependencies", {}).values():
-        wanted += [(text, environment) for text in texts]
+    for extra, texts in project.get("optional-dependencies", {}).items():
+        wanted += [(text, environment) for text in texts if environment in EXTRAS[extra]]
     for text, lock in wanted:
         requirement = Requirement(text)
         name = canonicalize_name(requirement.name)
@@ -58,8 +69,45 @@ def test_a_lock_satisfies_the_ranges_it_was_made_from(source: str, environment: 
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), line
 
 
-def test_serving_needs_no_test_or_kernel_tools() -> None:
-    assert not pins("cpu-py311-serve").keys() & {"transformers", "triton", "cupy-cuda12x", "nvidia-cuda-nvrtc-cu12", "pytest", "xgrammar"}
+def imported() -> set[str]:
+    """Top-level names that the code, its tests, the checks and the benchmarks import anywhere."""
+    names: set[str] = set()
+    for path in (path for folder in ("packages", "ci", "bench") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return names
+
+
+def declared() -> dict[str, set[str]]:
+    """Where each distribution is asked for: cpu.in, and what the packages need to run."""
+    places = {"cpu.in": (ROOT / "requirements/cpu.in").read_text().splitlines()}
+    for package in sorted(OURS):
+        places[package] = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]["dependencies"]
+    return {place: {canonicalize_name(Requirement(line).name) for line in lines} - OURS for place, lines in places.items()}
+
+
+def test_what_is_asked_for_is_used_and_what_is_used_is_asked_for() -> None:
+    used = imported()
+    for place, names in declared().items():
+        idle = {name for name in names - PROGRAMS - DRIVERS.keys() if MODULES.get(name, name) not in used}
+        assert not idle, f"{place} asks for {idle}, which nothing imports"
+    known = {MODULES.get(name, name) for name in declared()["cpu.in"]}
+    ours = {"sm70kernels", "revolta_serve", "support"} | {path.stem for path in [*ROOT.glob("ci/*.py"), *ROOT.glob("bench/*.py")]}
+    assert used - known - ours - sys.stdlib_module_names == set()
+
+
+@pytest.mark.parametrize("lock", ["cpu-py311", "cpu-py311-serve"])
+def test_the_cpu_locks_leave_it_to_torch_which_build_it_is(lock: str) -> None:
+    """Its CUDA build brings a triton and libraries of its own: another pin of them would make the lock impossible to install."""
+    builds = ("triton", "cuda-", "nvidia-", "cupy")
+    assert not [name for name in pins(lock) if name.startswith(builds)]
+
+
+def test_serving_needs_no_test_tools() -> None:
+    assert not pins("cpu-py311-serve").keys() & {"transformers", "pytest", "hypothesis", "openai", "mypy", "ruff", "matplotlib"}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -12,10 +11,13 @@ import typer
 
 from revolta_serve import profile
 from revolta_serve.config import Entry, options
-from revolta_serve.errors import CheckpointError, ConfigError, RevoltaError
+from revolta_serve.errors import CheckpointError, ConfigError, RequestError, RevoltaError
 from revolta_serve.profile import Loaded
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, invoke_without_command=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+# The parser's exception for arguments it cannot make sense of; typer exports only this subclass of it.
+_USAGE: type[Exception] = typer.BadParameter.__mro__[1]
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="directory of the checkpoint")]
 Profile = Annotated[str, typer.Option("--profile", metavar="NAME", help="a shipped profile or a .toml file")]
@@ -23,8 +25,11 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VA
 
 
 @app.callback()
-def root() -> None:
+def root(context: typer.Context) -> None:
     """Serve Qwen3.8 Flash-Next over HTTP, or try it without a server."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -76,7 +81,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="text to continue, special tokens included")] = "",
     token_ids: Annotated[str, typer.Option(metavar="1,2,3", help="token ids to continue; the answer is printed as ids")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate")] = 16,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     seed: Annotated[int, typer.Option(help="of the sampling noise")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after a token that ends an answer")] = False,
     logits: Annotated[Path | None, typer.Option(metavar="FILE", help="write the logits of every token as .safetensors")] = None,
@@ -101,14 +106,23 @@ def make_tiny(
     kv_scales: Annotated[bool, typer.Option(help="write calibrated K and V scales")] = True,
     text_only: Annotated[bool, typer.Option("--text-only", help="no vision tower, names of a text export")] = False,
     per_expert: Annotated[bool, typer.Option("--per-expert", help="one tensor per expert instead of banks")] = False,
+    force: Annotated[bool, typer.Option("--force", help="delete a checkpoint in DIR that make-tiny did not write")] = False,
     set: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="a dimension, such as layers=4, repeatable")] = None,
 ) -> None:
     """Write a tiny checkpoint of the real architecture with random weights."""
-    from revolta_serve.weights.tiny import TinyShape, make_tiny
+    from revolta_serve.weights.tiny import make_tiny
+    from revolta_serve.weights.tiny_shape import TinyShape
 
-    shape = profile.shape_values([item.name for item in fields(TinyShape)], set or [])
     config = make_tiny(
-        directory, seed=seed, dtype=dtype, shards=shards, kv_scales=kv_scales, text_only=text_only, per_expert=per_expert, **shape
+        directory,
+        seed=seed,
+        dtype=dtype,
+        shards=shards,
+        kv_scales=kv_scales,
+        text_only=text_only,
+        per_expert=per_expert,
+        force=force,
+        **TinyShape.read(set or []),
     )
     size = sum(file.stat().st_size for file in directory.iterdir())
     print(f"{directory}: {config.layers} layers, hidden {config.hidden}, vocabulary {config.vocab}, {size / 1e6:.1f} MB")
@@ -135,14 +149,28 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Entry point. One line on standard error for an error of the user's; exit 2 for a configuration or checkpoint that cannot work."""
+    """Entry point. A mistake of the user's is one line on standard error and exit 2; any other error of ours is one line and exit 1."""
     try:
-        app()
+        code = app(standalone_mode=False)
+    except _USAGE as error:
+        code = _complain(f"{error.format_message()} (see {_program(error)} --help)", 2)  # type: ignore[attr-defined]
     except RevoltaError as error:
-        print(f"revolta-serve: error: {error.message}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError | CheckpointError) else 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        code = _complain(error.message, 2 if isinstance(error, ConfigError | CheckpointError | RequestError) else 1)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    sys.exit(code)
+
+
+def _program(error: Exception) -> str:
+    """The words before the arguments: `revolta-serve` and the command, as far as it was recognised."""
+    context = getattr(error, "ctx", None)
+    command = context.info_name if context is not None and context.parent is not None else ""
+    return f"revolta-serve {command}".strip()
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"revolta-serve: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

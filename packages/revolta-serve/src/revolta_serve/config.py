@@ -52,7 +52,7 @@ class CacheConfig:
 
     memory_bytes: int = option(
         0,
-        "bytes for both pools in each process; 0: room for max_num_seqs requests of 8,192 tokens and for one of max_model_len",
+        "bytes for both pools in each process; 0: room for one request of max_model_len and for 8,192 tokens of each other",
         flag="--kv-cache-memory-bytes",
         low=0,
     )
@@ -97,7 +97,7 @@ class ApiConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all", flag="--host")
     port: int = option(8000, "port to listen on; 0: a free one", flag="--port", low=0, high=65535)
     keys: tuple[str, ...] = option((), "key a client must present, repeatable; also REVOLTA_API_KEY", flag="--api-key", secret=True)
-    max_request_bytes: int = option(300 << 20, "largest request body", flag="--max-request-bytes", low=1024)
+    max_request_bytes: int = option(16 << 20, "bytes of the largest request body", flag="--max-request-bytes", low=1024)
     sse_keep_alive: float = option(
         15.0, "seconds of silence before a stream sends a comment; 0: never", flag="--sse-keep-alive-interval", low=0
     )

@@ -147,18 +147,3 @@ def _place(label: str, text: str, key: str, section: str = "") -> str:
         if inside == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
             return f"{label}:{number}"
     return label
-
-
-def shape_values(known: Sequence[str], sets: Sequence[str]) -> dict[str, Any]:
-    """`name=value` texts as keyword values (TOML; lists become tuples). Raises ConfigError for a name that is not known."""
-    values = {}
-    for text in sets:
-        name, _, raw = text.partition("=")
-        if name not in known:
-            raise ConfigError(f"--set {text}: there is no field {name!r}{_nearest(name, known)}")
-        try:
-            value = tomllib.loads(f"value = {raw}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = raw
-        values[name] = tuple(value) if isinstance(value, list) else value
-    return values

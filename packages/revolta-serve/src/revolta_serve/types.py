@@ -50,6 +50,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
     running: int = 0
     waiting: int = 0
+    stalled: int = 0
+    """Running requests that were left out of the last step because their next block was not free for them."""
     blocks_used: int = 0
     blocks_total: int = 0
     slots_used: int = 0
@@ -81,15 +83,6 @@ class Slice(Struct, frozen=True, kw_only=True):
     """On first sight of the request only."""
     rope_delta: int = 0
     """Added to the token index on all rotary axes (multimodal prompts)."""
-    drafts: tuple[int, ...] = ()
-    """Tokens after tokens[-1] to verify; empty without speculation."""
-
-
-class SlotCopy(Struct, frozen=True):
-    """Copy one state slot to another after the step's commit (snapshot) or before its rows (restore)."""
-
-    source: int
-    target: int
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
@@ -97,14 +90,12 @@ class StepPlan(Struct, frozen=True, kw_only=True):
 
     step: int
     slices: tuple[Slice, ...]
-    restores: tuple[SlotCopy, ...] = ()
-    snapshots: tuple[SlotCopy, ...] = ()
     forget: tuple[int, ...] = ()
     """Requests whose block tables and sampling state the workers drop before this step."""
 
 
 class SliceResult(Struct, frozen=True):
-    """Tokens produced by one slice: none for an unfinished prefill, else 1 + accepted drafts."""
+    """What one slice produced: no token for an unfinished prefill or a corrupt slice, else one."""
 
     request: int
     tokens: tuple[int, ...] = ()
@@ -133,4 +124,4 @@ class StartupReport(Struct, frozen=True, kw_only=True):
     num_slots: int
     load_seconds: float
     fingerprint: str
-    """Of weights and numeric environment; every rank must agree on its model part."""
+    """Of the checkpoint's files as this rank saw them; the ranks must agree."""

@@ -1,5 +1,6 @@
 """Damaged and incomplete checkpoints: an error before serving that names tensor, file and the way out; never a silent default."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -8,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from revolta_serve.errors import CheckpointError, ConfigError
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.weights.checkpoint import load
 from revolta_serve.weights.header import read_header
-from revolta_serve.weights.tiny import make_tiny, write_weights
+from revolta_serve.weights.index import CheckpointIndex
+from revolta_serve.weights.tiny import make_tiny
+from revolta_serve.weights.tiny_files import write_weights
 
 SHAPE: dict[str, Any] = {"layers": 2, "interval": 2, "hidden": 32, "experts": 4, "tokens": 300, "ngram_base": 53, "ple_layers": (1,)}
 PREFIX = "model.language_model."
@@ -128,11 +134,103 @@ def test_malformed_file(tiny: tuple[Path, ModelConfig], head: bytes) -> None:
     refuse(config, directory, "model-00001-of-00002.safetensors")
 
 
-def test_header_whose_sizes_disagree(tmp_path: Path) -> None:
-    header = json.dumps({"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}).encode()
-    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    with pytest.raises(CheckpointError, match=r"x is F32 \[4\] but occupies 8 bytes"):
-        read_header(tmp_path / "x.safetensors")
+def entry(begin: Any, end: Any, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+HEADERS: list[tuple[str, Any, int, str]] = [
+    ("sizes disagree", {"x": entry(0, 8, [4])}, 8, r"x is F32 \[4\] but occupies 8 bytes"),
+    ("runs backwards", {"x": entry(8, 0)}, 8, r"x is F32 \[2\] but occupies -8 bytes"),
+    ("two over each other", {"x": entry(0, 8), "y": entry(4, 12)}, 12, "y at data bytes 4 to 12 overlaps x"),
+    ("two in one place", {"x": entry(0, 8), "y": entry(0, 8)}, 8, "y at data bytes 0 to 8 overlaps x"),
+    ("a gap", {"x": entry(0, 8), "y": entry(12, 20)}, 20, "y at data bytes 12 to 20 leaves 4 bytes of nobody's after x"),
+    ("a gap in front", {"x": entry(4, 12)}, 12, "x at data bytes 4 to 12 leaves 4 bytes of nobody's after the header"),
+    ("bytes at the end", {"x": entry(0, 8)}, 9, "1 bytes follow x, the last tensor"),
+    ("bytes and no tensor", {}, 3, "3 bytes follow the header"),
+    ("too short", {"x": entry(0, 8)}, 7, "truncated: x ends at byte"),
+    ("texts as offsets", {"x": entry("0", "8")}, 8, "entry of x is malformed"),
+    ("floats as offsets", {"x": entry(0.0, 8.0)}, 8, "entry of x is malformed"),
+    ("truth as offset", {"x": entry(False, 8)}, 8, "entry of x is malformed"),
+    ("negative offset", {"x": entry(-8, 0)}, 8, "entry of x is malformed"),
+    ("three offsets", {"x": {**entry(0, 8), "data_offsets": [0, 8, 8]}}, 8, "entry of x is malformed"),
+    ("no offsets", {"x": {"dtype": "F32", "shape": [2]}}, 8, "entry of x is malformed"),
+    ("offsets as text", {"x": {**entry(0, 8), "data_offsets": "08"}}, 8, "entry of x is malformed"),
+    ("text as shape", {"x": entry(0, 8, "2")}, 8, "entry of x is malformed"),
+    ("float in shape", {"x": entry(0, 8, [2.0])}, 8, "entry of x is malformed"),
+    ("negative shape", {"x": entry(0, 8, [-1, -2])}, 8, "entry of x is malformed"),
+    ("list as dtype", {"x": entry(0, 8, [2], ["F32"])}, 8, "entry of x is malformed"),
+    ("null as entry", {"x": None}, 8, "entry of x is malformed"),
+    ("list as entry", {"x": [1, 2, 3]}, 8, "entry of x is malformed"),
+    ("unknown dtype", {"x": entry(0, 8, [2], "F31")}, 8, "x has dtype F31"),
+    ("a list", [], 0, "its header is no object"),
+    ("metadata of numbers", {"__metadata__": {"format": 1}, "x": entry(0, 8)}, 8, "__metadata__ is no object of texts"),
+    ("twice", b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":{}}', 0, "lists x twice"),
+    ("not utf-8", b'{"\xff":1}', 0, "not a safetensors file"),
+    ("nested without end", b'{"x":' + b"[" * 200_000, 0, "not a safetensors file"),
+]
+
+
+@pytest.mark.parametrize(("header", "data", "message"), [case[1:] for case in HEADERS], ids=[case[0] for case in HEADERS])
+def test_a_header_that_lies_is_refused_with_file_and_tensor(tmp_path: Path, header: Any, data: int, message: str) -> None:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(data))
+    for read in (read_header, lambda path: CheckpointIndex.open(path.parent)):
+        with pytest.raises(CheckpointError, match=message) as error:
+            read(path)
+        assert error.value.message.startswith(f"{path}: ")
+
+
+@given(data=st.data())
+def test_whatever_happens_to_a_header_it_is_refused_by_name_or_read_as_the_library_reads_it(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    raw = bytearray(save({"x": torch.arange(3.0), "y": torch.zeros(2, 2, dtype=torch.int64)}))
+    end = 8 + int.from_bytes(raw[:8], "little")
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, end - 1))
+        raw[at] = data.draw(st.one_of(st.sampled_from(b'0123456789"[]{},:- '), st.integers(0, 255)))
+    path = tmp_path_factory.getbasetemp() / "flipped.safetensors"
+    path.write_bytes(raw)
+    try:
+        ours = {name: list(info.shape) for name, info in read_header(path).items()}
+    except CheckpointError as error:
+        message = error.message
+    else:
+        with contextlib.suppress(SafetensorError), safe_open(path, framework="pt") as file:
+            assert ours == {name: file.get_slice(name).get_shape() for name in file.offset_keys()}
+        return
+    assert str(path) in message
+
+
+@pytest.mark.parametrize("when", ["replaced", "gone", "folder"])
+@pytest.mark.parametrize("name", ["lm_head.weight", PREFIX + "layers.0.ple.ple_embedding.layer_multipliers"])
+def test_a_file_that_changes_after_its_header_was_read_is_named(
+    tiny: tuple[Path, ModelConfig], monkeypatch: pytest.MonkeyPatch, when: str, name: str
+) -> None:
+    directory, config = tiny
+    path = directory / CheckpointIndex.open(directory).files[name]
+    opened = CheckpointIndex.open
+
+    def then_it_changes(where: str | Path) -> CheckpointIndex:
+        index = opened(where)
+        path.unlink()
+        if when == "replaced":
+            save_file({"other": torch.zeros(1)}, path)
+        elif when == "folder":
+            path.mkdir()
+        return index
+
+    monkeypatch.setattr(CheckpointIndex, "open", then_it_changes)
+    refuse(config, directory, str(path), "cannot be read", "download")
+
+
+def test_a_file_that_goes_before_it_is_sampled_is_named(tiny: tuple[Path, ModelConfig]) -> None:
+    directory, _ = tiny
+    index = CheckpointIndex.open(directory)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: cannot be read"):
+        index.fingerprint()
 
 
 def edit_index(directory: Path, edit: Callable[[dict[str, str]], None]) -> None:
@@ -154,10 +252,11 @@ def test_index_entry_nobody_holds(tiny: tuple[Path, ModelConfig]) -> None:
     refuse(config, directory, "model.ghost", "no file of the index holds it")
 
 
-def test_index_entry_outside_the_directory(tiny: tuple[Path, ModelConfig]) -> None:
+@pytest.mark.parametrize("name", ["../model.safetensors", "/model.safetensors", "a/b", "model\0.safetensors", "..", "", ".", "x" * 300])
+def test_index_entry_that_is_no_file_of_the_directory(tiny: tuple[Path, ModelConfig], name: str) -> None:
     directory, config = tiny
-    edit_index(directory, lambda files: files.update({"lm_head.weight": "../model.safetensors"}))
-    refuse(config, directory, "../model.safetensors", "own directory")
+    edit_index(directory, lambda files: files.update({"lm_head.weight": name}))
+    refuse(config, directory, str(directory))
 
 
 def test_index_that_lists_a_name_twice(tiny: tuple[Path, ModelConfig]) -> None:
@@ -167,7 +266,7 @@ def test_index_that_lists_a_name_twice(tiny: tuple[Path, ModelConfig]) -> None:
     refuse(config, directory, "lm_head.weight", "twice", "model-00002-of-00002.safetensors")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "{}"])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 200_000, '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "{}"])
 def test_malformed_index(tiny: tuple[Path, ModelConfig], text: str) -> None:
     directory, config = tiny
     (directory / "model.safetensors.index.json").write_text(text)

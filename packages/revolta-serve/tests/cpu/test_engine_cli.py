@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from revolta_serve import cli, profile
+from revolta_serve.commands import generate
 from revolta_serve.commands.doctor import doctor, findings, requirement, satisfies
 from revolta_serve.commands.serve import bind, check, url_of
 from revolta_serve.config import ApiConfig
@@ -62,19 +63,86 @@ def run(monkeypatch, capsys, *arguments):
         (["generate", "{tiny}", "--token-ids", "1,x"], "is not a list of numbers"),
         (["generate", "{tiny}", "--token-ids", "1,99999"], "99999 is no token of this model"),
         (["generate", "{tiny}", "--prompt", "a", "--set", "parallel.tensor=2"], "generate runs in one process"),
+        (["generate", "{tiny}", "--prompt", "a", "--seed", "9223372036854775808"], "9223372036854775808 must be an integer of 64 bits"),
+        (["generate", "{tiny}", "--prompt", "a", "--seed", "-9223372036854775809"], "must be an integer of 64 bits"),
+        (["generate", "{tiny}", "--prompt", "a", "--seed", "x"], "'--seed'"),
+        (["generate", "{tiny}", "--prompt", "a", "--temperature", "inf"], "--temperature inf must be a number in [0, 1e+06]"),
+        (["generate", "{tiny}", "--prompt", "a", "--temperature", "nan"], "--temperature nan must be a number in [0, 1e+06]"),
+        (["generate", "{tiny}", "--prompt", "a", "--temperature", "1e7"], "must be a number in [0, 1e+06]"),
+        (["generate", "{tiny}", "--prompt", "a", "--temperature", "-1"], "must be a number in [0, 1e+06]"),
+        (["generate", "{tiny}", "--prompt", "a", "--max-tokens", "0"], "'--max-tokens'"),
+        (["generate", "{tiny}", "--prompt", "a", "--max-tokens", "1024"], "are more than max_model_len=1024; ask for at most 1023 tokens"),
+        (["generate", "{tiny}", "--token-ids", ",".join(["1"] * 1024)], "are more than max_model_len=1024; shorten the prompt"),
+        (["generate", "{tiny}", "--token-ids", "-1"], "-1 is no token of this model"),
+        (["generate", "{tiny}", "--token-ids", "9" * 5000], "is not a list of numbers"),
+        (["generate", "{tiny}", "--prompt", "a", "--logits", "{empty}/no/x"], "there is no directory {empty}/no; make it first"),
+        (["generate", "{tiny}", "--prompt", "a", "--logits", "{empty}"], "{empty} exists and is no plain file; name another"),
+        (["generate", "{tiny}", "--prompt", "a", "--logits", "{pipe}"], "{pipe} exists and is no plain file; name another"),
+        (["generate", "{file}", "--prompt", "a"], "does not exist"),
         (["make-tiny", "{empty}", "--set", "layrs=2"], "there is no field 'layrs'; did you mean layers?"),
+        (["make-tiny", "{empty}", "--set", "layers"], "--set layers: write FIELD=VALUE"),
+        (["make-tiny", "{empty}", "--set", "layers="], "layers is ''; must be an integer in [1, 256]"),
+        (["make-tiny", "{empty}", "--set", "layers=0"], "layers is 0; must be an integer in [1, 256]"),
+        (["make-tiny", "{empty}", "--set", "layers=4.0"], "layers is 4.0; must be an integer"),
+        (["make-tiny", "{empty}", "--set", "interval=0"], "interval is 0; must be an integer"),
+        (["make-tiny", "{empty}", "--set", "tokens=10"], "tokens is 10; must be at least 289"),
+        (["make-tiny", "{empty}", "--set", "ple_layers=2"], "ple_layers is 2; must be a list of integers"),
+        (["make-tiny", "{empty}", "--set", "ple_layers=[[1]]"], "must be a list of integers"),
+        (["make-tiny", "{empty}", "--set", "eos_list=5"], "eos_list is 5; must be true or false"),
+        (["make-tiny", "{empty}", "--set", "yarn=inf"], "yarn is inf; must be a number in [1, 1024] or none"),
+        (["make-tiny", "{empty}", "--set", "output_gate=tanh"], 'output_gate is \'tanh\'; must be "sigmoid" or "silu" or none'),
+        (["make-tiny", "{empty}", "--set", "hidden=1979-05-27"], "must be an integer"),
+        (["make-tiny", "{empty}", "--set", "hidden={{a=1}}"], "must be an integer"),
+        (["make-tiny", "{empty}", "--set", "heads=3"], "num_key_value_heads is 2; must be a divisor"),
+        (["make-tiny", "{empty}", "--dtype", "float64"], "dtype is 'float64'; must be one of"),
+        (["make-tiny", "{empty}", "--shards", "0"], "'--shards'"),
+        (["make-tiny", "{empty}", "--shards", "100000"], "shards is 100000; must be an integer in [1, "),
+        (["make-tiny", "{file}"], "is not a directory"),
+        (["make-tiny", "{file}/below"], "cannot be written (Not a directory)"),
+        (["make-tiny", "{real}"], "holds model.safetensors, which make-tiny did not write; choose another directory, or say --force"),
+        (["make-tiny"], "Missing argument 'DIR'"),
+        (["make-tiny", "{empty}", "--st", "layers=1"], "No such option"),
+        (["server"], "No such command 'server'"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2_before_anything_is_loaded(monkeypatch, capsys, tmp_path, tiny, arguments, message):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        values = {"tiny": tiny, "empty": tmp_path, "taken": other.getsockname()[1]}
-        code, _, err = run(monkeypatch, capsys, *(argument.format(**values) for argument in arguments))
+        for name in ("empty", "real"):
+            (tmp_path / name).mkdir()
+        for path in (tmp_path / "file", tmp_path / "real/model.safetensors"):
+            path.write_text("somebody's")
+        os.mkfifo(tmp_path / "pipe")
+        values = {"tiny": tiny, "taken": other.getsockname()[1], **{name: tmp_path / name for name in ("empty", "real", "file", "pipe")}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("revolta_serve.runner.runner.Runner.load", lambda *_: pytest.fail("the weights were loaded"))
+            code, out, err = run(monkeypatch, capsys, *(argument.format(**values) for argument in arguments))
     assert code == 2
-    assert message in err
+    assert out == ""
+    assert message.format(**values) in err
+    assert not list((tmp_path / "empty").iterdir())
+    assert {path.read_text() for path in (tmp_path / "file", tmp_path / "real/model.safetensors")} == {"somebody's"}
     assert len(err.strip().splitlines()) == 1
     assert err.startswith("revolta-serve: error: ")
+
+
+def test_without_a_command_there_is_help_and_exit_2(monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys)
+    assert (code, err) == (2, "")
+    assert all(re.search(rf"^  {command} ", out, re.MULTILINE) for command in ("serve", "generate", "make-tiny", "demo", "doctor"))
+    code, out, err = run(monkeypatch, capsys, "make-tiny", "--help")
+    assert (code, err) == (0, "")
+    assert "--force" in out
+
+
+def test_logits_that_cannot_be_written_after_all_are_one_line(monkeypatch, capsys, tiny, tmp_path):
+    path, run_engine = tmp_path / "logits", generate._run
+    # The place is taken while the tokens are computed.
+    monkeypatch.setattr(generate, "_run", lambda *arguments: (path.mkdir(), run_engine(*arguments))[1])
+    code, _, err = run(monkeypatch, capsys, "generate", tiny, "--token-ids", "5", "--max-tokens", 1, "--logits", path)
+    assert code == 2
+    assert re.fullmatch(r"revolta-serve: error: --logits \S+ could not be written \(.*\); choose another place\n", err)
 
 
 def test_help_is_quick_and_loads_nothing_heavy():
@@ -229,7 +297,8 @@ def test_two_ranks_answer_like_one(tiny):
         try:
             assert [report.rank for report in await client.ready()] == list(range(tensor))
             request = GenerateRequest(id="a", prompt=tuple(range(100)), max_tokens=8, sampling=SamplingParams(temperature=0.0))
-            return [token async for output in await client.submit(request) for token in output.tokens]
+            (stream,) = await client.submit([request])
+            return [token async for output in stream for token in output.tokens]
         finally:
             await client.close()
 
@@ -265,9 +334,11 @@ def test_doctor_reports_every_area_and_its_exit_code_says_if_one_fails(capsys):
         ("4.1.0", [">=3", "<4"], False),
         ("3.0", ["==3"], True),
         ("1.0rc1", [">=1"], True),
-        ("1.5", ["~=1.2"], True),
-        ("2.0", ["~=1.2"], False),
+        ("1.5", ["!=1.5"], False),
+        ("1.5", ["!=1.4", ">1.2"], True),
+        ("1.5", ["~=1.2"], False),
         ("1.0", ["===1.0"], False),
+        ("1.5", ["==1.*"], False),
     ],
 )
 def test_version_ranges(version, ranges, fine):

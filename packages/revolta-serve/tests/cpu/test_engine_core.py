@@ -136,22 +136,26 @@ class Api:
 
 
 def test_the_service_answers_commands_in_order_and_drains(core):
-    api = Api(Submit(request("a")), Submit(request("a")), Submit(request("big", 400, 99)), Abort("big"), Abort("nobody"), Drain(60))
+    api = Api(
+        Submit(5, (request("a"),)), Submit(6, (request("b"), request("a"))), Submit(7, (request("big", 400, 99),)), Abort("big"),
+        Abort("nobody"), Drain(60),
+    )  # fmt: skip
     assert Service(core, api).run() == 0
-    assert [type(event) for event in api.events[:3]] == [Admitted, Refused, Admitted]
+    assert [(type(event), event.ticket) for event in api.events[:3]] == [(Admitted, 5), (Refused, 6), (Admitted, 7)]
     assert api.events[1].error == "RequestError"
+    assert all(output.id != "b" for output in api.outputs()), "all or none"
     assert [(o.id, o.finish) for o in api.outputs() if o.finish] == [("big", "abort"), ("a", "length")]
 
 
 def test_a_full_queue_is_refused_with_its_own_error(core):
-    api = Api(*(Submit(request(str(n))) for n in range(5)), Drain(60))
+    api = Api(*(Submit(n, (request(str(n)),)) for n in range(5)), Drain(60))
     Service(core, api).run()
-    assert [(e.id, e.error) for e in api.events if isinstance(e, Refused)] == [("4", "QueueFullError")]
+    assert [(e.ticket, e.error) for e in api.events if isinstance(e, Refused)] == [(4, "QueueFullError")]
 
 
 def test_a_drain_aborts_at_its_deadline(core, double):
     double.pause = 0.01
-    api = Api(Submit(request("a", 3, 400)), Drain(0.1))
+    api = Api(Submit(0, (request("a", 3, 400),)), Drain(0.1))
     began = time.monotonic()
     assert Service(core, api).run() == 0
     assert 0.1 <= time.monotonic() - began < 2
@@ -160,13 +164,13 @@ def test_a_drain_aborts_at_its_deadline(core, double):
 
 
 def test_a_drain_of_zero_seconds_aborts_at_once(core):
-    api = Api(Submit(request("a", 3, 400)), Drain(0))
+    api = Api(Submit(0, (request("a", 3, 400),)), Drain(0))
     assert Service(core, api).run() == 0
     assert [o.finish for o in api.outputs()] == ["abort"]
 
 
 def test_a_request_during_a_drain_is_refused(core):
-    api = Api(Submit(request("a", 3, 2)), Drain(60), Submit(request("b")))
+    api = Api(Submit(0, (request("a", 3, 2),)), Drain(60), Submit(1, (request("b"),)))
     assert Service(core, api).run() == 0
     assert api.events[1].error == "EngineUnavailableError"
 
@@ -181,7 +185,7 @@ def test_a_signal_may_ask_for_the_drain(core):
 
 def test_a_broken_core_ends_the_service(core, double):
     double.fail = 99
-    api = Api(*(Submit(request(str(n))) for n in range(2)))
+    api = Api(*(Submit(n, (request(str(n)),)) for n in range(2)))
     service = Service(core, api)
     core.failures = MOST_FAILURES - 1
     assert service.run() == 1

@@ -47,6 +47,11 @@ def request(id="a", prompt=(1, 2, 3), max_tokens=4):
     return GenerateRequest(id=id, prompt=prompt, max_tokens=max_tokens, sampling=SamplingParams())
 
 
+async def submit(client, one):
+    (stream,) = await client.submit([one])
+    return stream
+
+
 async def collect(stream):
     return [output async for output in stream]
 
@@ -75,7 +80,7 @@ def test_requests_share_the_engine_and_finish(config):
             assert client.phase == "ready"
             assert client.reports[0].num_blocks > 0
             assert not os.path.exists(client._folder), "no socket file remains while serving"
-            streams = [await client.submit(request(str(n), (n,), 5)) for n in range(4)]
+            streams = await client.submit([request(str(n), (n,), 5) for n in range(4)])
             answers = await asyncio.gather(*(collect(stream) for stream in streams))
             for n, outputs in enumerate(answers):
                 assert [t for o in outputs for t in o.tokens] == [n + 1 + i for i in range(5)]
@@ -93,7 +98,7 @@ def test_it_works_under_uvloop(config):
 
     async def scenario():
         async with engine(config) as client:
-            outputs = await collect(await client.submit(request()))
+            outputs = await collect(await submit(client, request()))
             assert len(outputs) == 4
             os.kill(client.pid, signal.SIGKILL)
             assert await client.closed() == -signal.SIGKILL
@@ -106,15 +111,34 @@ def test_refusals_carry_their_class(config):
     async def scenario():
         async with engine(config) as client:
             with pytest.raises(ContextLengthError, match="maximum context length is 2048"):
-                await client.submit(request(prompt=(1,) * 2048))
-            first = await client.submit(request("a", (fake_engine.SLOW,), 50))
+                await submit(client, request(prompt=(1,) * 2048))
+            first = await submit(client, request("a", (fake_engine.SLOW,), 50))
             with pytest.raises(RequestError, match="already in use"):
-                await client.submit(request("a"))
-            others = [await client.submit(request(str(n), (fake_engine.SLOW,), 50)) for n in range(3)]
+                await submit(client, request("a"))
+            others = await client.submit([request(str(n), (fake_engine.SLOW,), 50) for n in range(3)])
             with pytest.raises(QueueFullError, match="limit is 2"):
-                await client.submit(request("d"))
+                await submit(client, request("d"))
             for stream in (first, *others):
                 await stream.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_choices_are_admitted_together_or_not_at_all(config):
+    async def scenario():
+        async with engine(config) as client:
+            with pytest.raises(RequestError, match="5 answers are asked for at once, the server never takes more than 4"):
+                await client.submit([request(str(n)) for n in range(5)])
+            with pytest.raises(ContextLengthError):
+                await client.submit([request("a"), request("b", (1,) * 2048)])
+            with pytest.raises(RequestError, match="'a' is already in use"):
+                await client.submit([request("a"), request("a")])
+            assert not client._streams
+            assert not client._admissions
+            streams = await client.submit([request(str(n), (n,), 5) for n in range(4)])
+            answers = await asyncio.gather(*(collect(stream) for stream in streams))
+            assert [outputs[0].tokens[0] for outputs in answers] == [1, 2, 3, 4], "streams come in the order of the requests"
+            assert await client.submit([]) == []
 
     asyncio.run(scenario())
 
@@ -122,7 +146,7 @@ def test_refusals_carry_their_class(config):
 def test_an_abort_reaches_the_engine_within_steps(config):
     async def scenario():
         async with engine(config) as client:
-            stream = await client.submit(request("a", (fake_engine.SLOW,), 500))
+            stream = await submit(client, request("a", (fake_engine.SLOW,), 500))
             await anext(stream)
             client.abort("a")
             outputs = await collect(stream)
@@ -131,7 +155,7 @@ def test_an_abort_reaches_the_engine_within_steps(config):
             client.abort("a")
             client.abort("nobody")
             assert client.status().slots_used == 0
-            again = await client.submit(request("a"))
+            again = await submit(client, request("a"))
             assert len(await collect(again)) == 4
 
     asyncio.run(scenario())
@@ -140,7 +164,7 @@ def test_an_abort_reaches_the_engine_within_steps(config):
 def test_a_caller_that_gives_up_while_submitting_leaves_nothing(config):
     async def scenario():
         async with engine(config) as client:
-            task = asyncio.create_task(client.submit(request("a", (fake_engine.SLOW,), 500)))
+            task = asyncio.create_task(client.submit([request(id, (fake_engine.SLOW,), 500) for id in "ab"]))
             await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -150,7 +174,7 @@ def test_a_caller_that_gives_up_while_submitting_leaves_nothing(config):
                 if not client._streams:
                     break
             assert not client._streams
-            assert len(await collect(await client.submit(request("a")))) == 4
+            assert len(await collect(await submit(client, request("a")))) == 4
 
     asyncio.run(scenario())
 
@@ -158,12 +182,12 @@ def test_a_caller_that_gives_up_while_submitting_leaves_nothing(config):
 def test_a_fault_in_a_step_is_an_error_for_its_requests_only(config):
     async def scenario():
         async with engine(config) as client:
-            outputs = await collect(await client.submit(request(prompt=(fake_engine.RAISE,))))
+            outputs = await collect(await submit(client, request(prompt=(fake_engine.RAISE,))))
             assert [o.finish for o in outputs] == ["error"]
             assert "injected fault" in outputs[0].error
-            outputs = await collect(await client.submit(request(prompt=(fake_engine.CORRUPT,))))
+            outputs = await collect(await submit(client, request(prompt=(fake_engine.CORRUPT,))))
             assert "not finite" in outputs[0].error
-            assert len(await collect(await client.submit(request()))) == 4
+            assert len(await collect(await submit(client, request()))) == 4
 
     asyncio.run(scenario())
 
@@ -174,7 +198,7 @@ def test_kill_9_ends_every_request_and_every_process(config, rank):
         async with engine(replace(config, parallel=ParallelConfig(tensor=2))) as client:
             pids = [client.pid, *children(client.pid)]
             assert len(pids) == 2
-            streams = [await client.submit(request(str(n), (fake_engine.SLOW,), 1000)) for n in range(3)]
+            streams = await client.submit([request(str(n), (fake_engine.SLOW,), 1000) for n in range(3)])
             await anext(streams[0])
             began = time.monotonic()
             os.kill(pids[rank], signal.SIGKILL)
@@ -186,7 +210,7 @@ def test_kill_9_ends_every_request_and_every_process(config, rank):
             assert (("rank 1" in client.reason) == (rank == 1))
             assert client.phase == "dead"
             with pytest.raises(EngineUnavailableError, match="dead"):
-                await client.submit(request("late"))
+                await submit(client, request("late"))
             wait_for(lambda: not any(running(pid) for pid in pids))
 
     asyncio.run(scenario())
@@ -196,7 +220,7 @@ def test_a_rank_lost_inside_a_collective_does_not_hang_the_engine(config):
     async def scenario():
         async with engine(replace(config, parallel=ParallelConfig(tensor=2))) as client:
             began = time.monotonic()
-            outputs = await collect(await client.submit(request(prompt=(fake_engine.RANK_1_DIES,))))
+            outputs = await collect(await submit(client, request(prompt=(fake_engine.RANK_1_DIES,))))
             assert time.monotonic() - began < 5
             assert "rank 1 ended with signal SIGKILL" in outputs[-1].error
 
@@ -206,7 +230,7 @@ def test_a_rank_lost_inside_a_collective_does_not_hang_the_engine(config):
 def test_a_collective_that_breaks_before_its_rank_is_missed_does_not_hide_the_reason(config):
     async def scenario():
         async with engine(replace(config, parallel=ParallelConfig(tensor=2))) as client:
-            outputs = await collect(await client.submit(request(prompt=(fake_engine.RANK_1_BREAKS,))))
+            outputs = await collect(await submit(client, request(prompt=(fake_engine.RANK_1_BREAKS,))))
             assert outputs[-1].error == "the engine is dead: rank 1 ended with signal SIGKILL"
 
     asyncio.run(scenario())
@@ -216,7 +240,7 @@ def test_an_engine_that_dies_in_a_step_is_noticed_at_once(config):
     async def scenario():
         async with engine(config) as client:
             began = time.monotonic()
-            outputs = await collect(await client.submit(request(prompt=(fake_engine.DIE,))))
+            outputs = await collect(await submit(client, request(prompt=(fake_engine.DIE,))))
             assert time.monotonic() - began < 2
             assert outputs[-1].finish == "error"
 
@@ -227,7 +251,7 @@ def test_a_stuck_step_counts_as_dead(config, capfd):
     async def scenario():
         stuck = replace(config, engine=replace(config.engine, step_timeout=0.3))
         async with engine(stuck) as client:
-            outputs = await collect(await client.submit(request(prompt=(fake_engine.HANG,))))
+            outputs = await collect(await submit(client, request(prompt=(fake_engine.HANG,))))
             assert "a step has taken more than 0.3 s" in outputs[-1].error
 
     asyncio.run(scenario())
@@ -237,7 +261,7 @@ def test_a_stuck_step_counts_as_dead(config, capfd):
 def test_a_frozen_engine_counts_as_dead(config):
     async def scenario():
         async with engine(config) as client:
-            stream = await client.submit(request("a", (fake_engine.SLOW,), 1000))
+            stream = await submit(client, request("a", (fake_engine.SLOW,), 1000))
             os.kill(client.pid, signal.SIGSTOP)
             outputs = await collect(stream)
             assert "no sign of life for 1 s" in outputs[-1].error
@@ -248,12 +272,12 @@ def test_a_frozen_engine_counts_as_dead(config):
 def test_a_drain_lets_requests_finish_and_ends_the_engine(config):
     async def scenario():
         async with engine(config) as client:
-            stream = await client.submit(request("a", (fake_engine.SLOW,), 10))
+            stream = await submit(client, request("a", (fake_engine.SLOW,), 10))
             draining = asyncio.create_task(client.drain(10))
             await asyncio.sleep(0)
             assert client.phase == "draining"
             with pytest.raises(EngineUnavailableError, match="shutting down"):
-                await client.submit(request("b"))
+                await submit(client, request("b"))
             assert [o.finish for o in await collect(stream)][-1] == "length"
             assert await draining == 0
             assert client.reason == "it was shut down"
@@ -264,11 +288,31 @@ def test_a_drain_lets_requests_finish_and_ends_the_engine(config):
 def test_sigterm_drains_the_engine_with_the_configured_grace(config):
     async def scenario():
         async with engine(config) as client:
-            stream = await client.submit(request("a", (fake_engine.SLOW,), 500))
+            stream = await submit(client, request("a", (fake_engine.SLOW,), 500))
             await anext(stream)
             os.kill(client.pid, signal.SIGTERM)
             assert (await collect(stream))[-1].finish == "abort"
             assert await client.closed() == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        ("other weights", "rank 1 has loaded a checkpoint with fingerprint other, rank 0 one with fake: the files in .* were replaced"),
+        ("other pools", r"rank 1 has \(blocks, slots\) \(1, 1\), the plan says"),
+    ],
+)
+def test_ranks_that_differ_do_not_serve(config, tmp_path, load, reason):
+    write_model(tmp_path, load)
+
+    async def scenario():
+        client = EngineClient(replace(config, parallel=ParallelConfig(tensor=2)), COMMAND)
+        await client.start()
+        with pytest.raises(EngineUnavailableError, match=reason):
+            await client.ready()
+        assert await client.closed() == 1
 
     asyncio.run(scenario())
 
@@ -283,7 +327,7 @@ def test_a_failed_start_says_why(config, tmp_path, load, reason):
         client = EngineClient(config, COMMAND)
         await client.start()
         with pytest.raises(EngineUnavailableError, match="still loading"):
-            await client.submit(request())
+            await submit(client, request())
         with pytest.raises(EngineUnavailableError, match=reason):
             await client.ready()
         assert await client.closed() != 0

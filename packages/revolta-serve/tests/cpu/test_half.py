@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.drive import full_pass, load
 
 from revolta_serve.weights.tiny import make_tiny
+from support.drive import full_pass, load
 
 POSITIONS = 5120
 TEXT = 512

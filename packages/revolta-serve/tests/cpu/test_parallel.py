@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ranks import Ranked, run_ranks
 from torch import Tensor
 
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.weights.names import parameters
 from revolta_serve.weights.tiny import make_tiny
+from support.ranks import Ranked, run_ranks
 
 LAYERS = 4
 POSITIONS = 5120

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from revolta_serve.errors import EngineError
 from revolta_serve.runner.runner import Runner
 from revolta_serve.scheduler.scheduler import Scheduler
 from revolta_serve.types import GenerateRequest, StepPlan
@@ -149,3 +150,11 @@ def test_op_calls_per_step_do_not_grow_with_rows(runner: Runner) -> None:
     one, many = calls(1), calls(4)
     assert one == many
     assert len(one) > 50
+
+
+def test_a_number_in_use_is_not_taken_for_a_new_request(runner: Runner) -> None:
+    first = Request(runner, 0, [1, 2, 3])
+    first.prefill()
+    with pytest.raises(EngineError, match="request number 0"):
+        Request(runner, 0, [4, 5]).prefill()
+    first.finish()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from revolta_serve.testing import scripted_checkpoint
-from revolta_serve.testing.spelling import Layout, Speller, byte_alphabet
+from revolta_serve.testing.spelling import Layout, Speller
+from revolta_serve.text.tokenizer import byte_alphabet
 from revolta_serve.weights.tiny_tokenizer import tokenizer_json
 from support.drive import Request, load
 from support.oracle import Oracle
@@ -129,4 +130,5 @@ def test_byte_alphabet_is_the_tokenizers_own() -> None:
     assert set(byte_alphabet()) == set(ByteLevel.alphabet())
     text = "é\n 🎉\x7f\xa0"
     pieces = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
-    assert "".join(piece for piece, _ in pieces) == "".join(byte_alphabet()[b] for b in text.encode())
+    assert [byte_alphabet()[char] for piece, _ in pieces for char in piece] == list(text.encode())
+    assert list(byte_alphabet().values()) == list(range(256))

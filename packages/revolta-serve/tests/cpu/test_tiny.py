@@ -125,6 +125,12 @@ def test_impossible_shapes_are_refused(tmp_path: Path, arguments: dict[str, Any]
         make_tiny(tmp_path, **arguments)
 
 
+def test_a_shape_that_is_not_tiny_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has [\d,]+ values, a tiny checkpoint at most 268,435,456"):
+        make_tiny(tmp_path / "large", hidden=4096, experts=1024, expert_width=4096)
+    assert not (tmp_path / "large").exists()
+
+
 def test_unknown_shape_fields_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="hiden"):
         make_tiny(tmp_path, hiden=32)
@@ -166,10 +172,13 @@ def test_tokenizer_knows_every_byte_and_the_control_tokens_last(tmp_path: Path) 
 
 def test_tokenizer_sizes() -> None:
     assert Tokenizer.from_str(tokenizer_json(289)).get_vocab_size() == 289
-    with pytest.raises(ValueError, match="size is 288; must be at least 289"):
+    with pytest.raises(ConfigError, match="tokens is 288; must be at least 289"):
         tokenizer_json(288)
-    with pytest.raises(ValueError, match="yield only"):
+    with pytest.raises(ConfigError, match="yield only"):
         tokenizer_json(100_000)
+    for strange in ("", "a b", "é\u3042"):
+        with pytest.raises(ConfigError, match="extra_tokens holds"):
+            tokenizer_json(400, (strange,))
     extra = Tokenizer.from_str(tokenizer_json(400, ("zqzq",)))
     assert extra.decode([extra.token_to_id("zqzq")]) == "zqzq"
     assert extra.token_to_id("zqzq") not in extra.encode("zqzq").ids

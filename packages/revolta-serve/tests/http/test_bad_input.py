@@ -1,12 +1,13 @@
 """Every malformed body is a 400 that names the field, before anything is computed, and the next request is served."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from support.script_engine import Server
-from support.text import tokenizer
+from support.script_engine import ScriptEngine, Server
+from support.text import byte_tokens, tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -90,6 +91,7 @@ ONLY_CHAT: list[tuple[str, Any, str]] = [
     ("messages", [{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
     ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0].type"),
     ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0].function.name"),
+    *(("messages", [*USER, {"role": "assistant", "content": value}], "messages[1].content") for value in (0, 0.0, False, {}, True, 1)),
     ("messages", [{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
     ("messages", [{"role": "assistant", "reasoning": 5}], "messages[0].reasoning"),
     ("messages", [{"role": "assistant", "function_call": {"name": "f"}}], "messages[0].function_call"),
@@ -187,6 +189,13 @@ def test_wrong_values(shared: Server, stream: bool) -> None:
         ('{"seed": ' + "9" * 30000 + "}", None),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages[0].content"),
         ('{"prompt": "\\udc00 x"}', "prompt"),
+        ('{"\\ud800": NaN}', "\\ud800"),
+        ('{"\\ud800": 1}', "\\ud800"),
+        ('{"a": {"\\ud800": "\\ud801"}}', "a.\\ud800"),
+        ('{"a": [{"é\\udfffé": [NaN]}]}', "a[0].é\\udfffé"),
+        ('{"' + "k" * 3000 + '": {"l": NaN}}', "k" * 200 + "..."),
+        ('{"": NaN}', None),
+        ("NaN", None),
         ("[]", None),
         ("{", None),
         ("", None),
@@ -252,6 +261,74 @@ def test_neutral_values(shared: Server, field: str, value: Any) -> None:
 )
 def test_neutral_values_of_chat(shared: Server, fields: dict[str, Any]) -> None:
     assert shared.chat(**fields).status_code == 200
+
+
+KINDS: list[Any] = [0, 0.0, False, "", [], {}]
+"""The empty value of every JSON type: what `if value` passes over."""
+
+TAKEN: dict[str, Any] = {
+    "string": ("",),
+    "list": ([],),
+    "object": ({},),
+    "boolean": (False,),
+    "number": (0, 0.0),
+    "none": (),
+}
+"""Which of them a field of a type may hold."""
+
+EMPTY: dict[str, str] = {
+    "model": "string", "stream": "boolean", "n": "none", "stop": "list", "stop_token_ids": "list", "temperature": "number", "top_p": "none",
+    "min_p": "number", "max_tokens": "none", "seed": "number", "ignore_eos": "boolean", "return_token_ids": "boolean", "stream_options": "none",
+    "skip_special_tokens": "boolean", "include_stop_str_in_output": "boolean", "request_id": "none", "logit_bias": "object",
+    "frequency_penalty": "number", "presence_penalty": "number", "repetition_penalty": "none", "bad_words": "list", "min_tokens": "number",
+    "response_format": "none", "use_beam_search": "boolean", "messages": "none", "max_completion_tokens": "none", "logprobs": "boolean",
+    "top_logprobs": "number", "tools": "none", "functions": "list", "tool_choice": "none", "reasoning_effort": "none",
+    "include_reasoning": "boolean", "chat_template_kwargs": "object", "continue_final_message": "boolean", "add_generation_prompt": "boolean",
+    "echo": "boolean",
+}  # fmt: skip
+
+OF_A_MESSAGE: list[tuple[str, str, str]] = [
+    ("user", "content", "string"),
+    ("system", "content", "string"),
+    ("tool", "content", "string"),
+    ("assistant", "content", "string list"),
+    ("assistant", "reasoning", "string"),
+    ("assistant", "reasoning_content", "string"),
+    ("assistant", "tool_calls", "list"),
+    ("tool", "tool_call_id", "string"),
+    ("user", "role", "none"),
+]
+
+
+def test_an_empty_value_of_the_wrong_type_is_not_taken_for_nothing(shared: Server) -> None:
+    bodies = [(body(CHAT, **{name: value}), kinds, value, name) for name, kinds in EMPTY.items() for value in KINDS]
+    for role, name, kinds in OF_A_MESSAGE:
+        for value in KINDS:
+            message = {"role": role, "content": "x", name: value}
+            bodies.append((body(CHAT, messages=[*USER, message, *USER]), kinds, value, f"messages[1].{name}"))
+    for fields, kinds, value, path in bodies:
+        legal = [item for kind in kinds.split() for item in TAKEN[kind]]
+        if any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in legal) and not (
+            path == "seed" and isinstance(value, float)
+        ):
+            assert shared.post(CHAT, {"max_tokens": 1, **fields}).status_code == 200, (path, value)
+        else:
+            check(shared, CHAT, json.dumps(fields).encode(), path)
+
+
+def test_more_answers_than_can_ever_be_queued(serve: Callable[..., Server]) -> None:
+    server = serve(ScriptEngine(byte_tokens("ok")), schedule={"max_queue": 6, "max_num_seqs": 2})
+    assert len(server.complete(prompt=["a", "b"], n=4, max_tokens=1).json()["choices"]) == 8
+    for path, fields, param in (
+        (COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 3}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1]] * 9}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "n": 9}, "n"),
+        (COMPLETIONS, {"prompt": [1, 2, 3], "n": 9}, "n"),
+        (CHAT, {"n": 9}, "n"),
+    ):
+        error = check(server, path, json.dumps(body(path, **fields)).encode(), param)
+        for number in ("9 answers", "at most 8", "max_queue 6", "max_num_seqs 2"):
+            assert number in error["message"]
 
 
 def test_contradicting_lengths(shared: Server) -> None:

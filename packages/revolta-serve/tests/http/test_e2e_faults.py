@@ -18,7 +18,7 @@ import pytest
 
 from revolta_serve.testing import RunningServer, running_server
 from revolta_serve.weights.tiny import make_tiny
-from support.wire import Wire, metrics, payloads
+from support.wire import Wire, get, metrics, payloads
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LONG: dict[str, Any] = {"max_tokens": 7000, "ignore_eos": True}
@@ -59,8 +59,8 @@ def in_flight(tiny: Path) -> Iterator[Callable[..., tuple[RunningServer, list[Wi
     """Start a server with every one of REQUESTS in flight: running or queued, streams begun or not."""
     with ExitStack() as stack:
 
-        def start(tensor: int, **engine: float) -> tuple[RunningServer, list[Wire]]:
-            times = {f"engine.{name}": value for name, value in engine.items()}
+        def start(tensor: int, shutdown_timeout: float = 0.0, **engine: float) -> tuple[RunningServer, list[Wire]]:
+            times = {f"engine.{name}": value for name, value in engine.items()} | {"api.shutdown_timeout": shutdown_timeout}
             settings = {"parallel.tensor": tensor, "schedule.max_num_seqs": RUNNING, "engine.heartbeat_interval": 0.1, **times}
             server = stack.enter_context(running_server(tiny, settings))
             assert len(server.ranks) == tensor
@@ -133,6 +133,29 @@ def test_a_stop_ends_what_runs_and_what_waits(in_flight: Callable[..., tuple[Run
     server.wait_until_gone(5)
 
 
+@pytest.mark.parametrize(("first", "second"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)])
+def test_a_second_signal_stops_at_once_and_says_so(
+    in_flight: Callable[..., tuple[RunningServer, list[Wire]]], first: int, second: int
+) -> None:
+    server, wires = in_flight(1, shutdown_timeout=60.0)
+    server.send_signal(first)
+    wait_for(lambda: get(server.url, "/health").status_code == 503)
+    wires[0].receive_until(b"data: ")
+    assert not any(wire.ended for wire in wires), "running requests have a minute"
+    server.send_signal(second)
+    server.send_signal(second)
+    for wire, (_, fields) in zip(wires, REQUESTS, strict=True):
+        body = wire.finish(5)
+        error = payloads(body)[-2] if fields.get("stream") else json.loads(body)
+        assert "the server was told to stop at once" in error["error"]["message"]
+        assert "SIGKILL" not in error["error"]["message"]
+    assert server.wait(5) == 0, "it was asked to stop, and did"
+    server.wait_until_gone(5)
+    assert "stopping at once, as a second signal asks" in server.log()
+    assert "error:" not in server.log()
+    assert "Traceback" not in server.log()
+
+
 def test_a_server_that_cannot_start_is_reported_with_its_log(tiny: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -161,6 +184,10 @@ IMPOSSIBLE: dict[str, tuple[list[str], str]] = {
     "garbage": (["{garbage}"], "model.safetensors"),
     "a directory": (["{directory}"], "model.safetensors"),
     "port in use": (["{tiny}", "--port", "{port}"], "cannot listen on 127.0.0.1 port {port}"),
+    "a long host": (["{tiny}", "--host", "a" * 70], f"api.host='{'a' * 70}' is no address of this machine"),
+    "an empty label": (["{tiny}", "--host", "a..b"], "api.host='a..b' is no address of this machine"),
+    "no bytes of a name": (["{tiny}", "--host", "\udcff"], "api.host='\\udcff' is no address of this machine"),
+    "bad defaults": (["{defaults}"], "generation_config.json: top_p is 7; a number above 0 and at most 1 is expected"),
     "too many ranks": (["{tiny}", "--tensor-parallel-size", "3"], "tensor parallel size is 3"),
     "too long": (["{tiny}", "--max-model-len", "999999"], "max_model_len=999999 is more than the checkpoint's 8192"),
     "too small": (["{tiny}", "--kv-cache-memory-bytes", "5000"], "use at least"),
@@ -176,6 +203,9 @@ def test_an_impossible_start_is_one_line_and_exit_2_before_any_engine(tiny: Path
         values[how] = tmp_path / how
         make_tiny(values[how], layers=4)
         damage(values[how] / "model.safetensors", how)
+    values["defaults"] = tmp_path / "defaults"
+    make_tiny(values["defaults"], layers=4)
+    (values["defaults"] / "generation_config.json").write_text('{"eos_token_id": 1, "top_p": 7}')
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -197,6 +197,26 @@ def test_who_leaves_frees_everything(server: RunningServer, name: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_with_more_requests_behind_the_first(server: RunningServer, stream: bool) -> None:
+    """A connection has been read ahead of the answer that is under way: the client's end is behind all of that."""
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    before = metrics(server.url)
+    host, port = server.url.removeprefix("http://").split(":")
+    for behind in (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", head.encode() + body):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(head.encode() + body)
+            until(server, 1, 0)
+            connection.sendall(behind)
+            time.sleep(0.02)
+        wait_until_idle(server.url, 2)
+    after = metrics(server.url)
+    assert after["client_disconnects_total"] - before["client_disconnects_total"] == 2
+    assert after["generation_tokens_total"] - before["generation_tokens_total"] < LONG["max_tokens"]
+    assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_the_queue_does_not_disturb_who_runs(server: RunningServer, stream: bool) -> None:
     with ExitStack() as stack:
         first = [stack.enter_context(Wire(server.url, COMPLETIONS, {**LONG, "stream": True})) for _ in range(SLOTS)]
@@ -222,6 +242,27 @@ def test_a_full_queue_is_429_before_any_stream(server: RunningServer) -> None:
             response = post(server.url, COMPLETIONS, {**LONG, "stream": stream})
             assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
             assert response.headers["retry-after"] == "1"
+        for fields in ({"n": 2}, {"prompt": [[5], [6], [7]]}, {"n": 6}):
+            assert post(server.url, COMPLETIONS, {**LONG, **fields}).status_code == 429
+        assert metrics(server.url)["num_requests_waiting"] == 4, "nothing of a refused request is in the queue"
+        error = post(server.url, COMPLETIONS, {**LONG, "n": 7}).json()["error"]
+        assert (error["code"], error["param"]) == (400, "n"), "this never fits"
+    wait_until_idle(server.url, 2)
+
+
+def test_all_choices_or_none(server: RunningServer) -> None:
+    """One place is left in the queue: two choices are refused together, one is taken."""
+    with ExitStack() as stack:
+        for fields in ({"n": 2}, {"n": 3}):
+            stack.enter_context(Wire(server.url, COMPLETIONS, {**LONG, **fields, "stream": True}))
+            until(server, SLOTS, 0 if fields["n"] == 2 else 3)
+        before = metrics(server.url)
+        assert post(server.url, COMPLETIONS, {**LONG, "prompt": [[5], [6]]}).status_code == 429
+        assert post(server.url, CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 2}).status_code == 429
+        now = metrics(server.url)
+        assert {name: now[name] for name in IDLE[:2]} == {name: before[name] for name in IDLE[:2]}
+        stack.enter_context(Wire(server.url, COMPLETIONS, {**LONG, "stream": True}))
+        until(server, SLOTS, 4)
     wait_until_idle(server.url, 2)
 
 

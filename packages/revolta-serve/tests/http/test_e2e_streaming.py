@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from revolta_serve.testing import RunningServer, running_server, scripted_checkpoint
-from revolta_serve.testing.spelling import byte_alphabet
+from revolta_serve.text.tokenizer import byte_alphabet
 from support.wire import Wire, get, payloads, post, wait_until_idle
 
 FAMILY = "👨\u200d👩\u200d👧"
@@ -38,7 +38,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
     directory = tmp_path_factory.mktemp("scripted")
     emitted = scripted_checkpoint(directory, f"{REASONING}</think>\n\n{CONTENT}", prompts=[PROMPT], bytewise=True)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    byte = {char: number for number, char in enumerate(byte_alphabet())}
+    byte = byte_alphabet()
     spelling, control = {token: text for text, token in tokenizer.get_vocab().items()}, tokenizer.get_added_tokens_decoder()
     tokens = [b"" if token in control else bytes(byte[char] for char in spelling[token]) for token in emitted]
     with running_server(directory, {"api.sse_keep_alive": KEEP_ALIVE}, pausable=True) as server:
@@ -179,8 +179,10 @@ def test_a_failed_step_is_an_error_of_its_requests_only(held: Held) -> None:
     assert shown_before[1] == REASONING[:1]
     assert events[-1] == "[DONE]"
     assert events[-2]["error"]["code"] == 500
-    assert "injected fault" in events[-2]["error"]["message"]
     server.fail_step()
     whole = post(server.url, "/v1/completions", PLAIN)
     assert (whole.status_code, whole.json()["error"]["type"]) == (500, "server_error")
+    for error in (events[-2]["error"], whole.json()["error"]):
+        assert error["message"] == "the engine failed in a step; the server's log has the reason"
+    assert "injected fault" in server.log()
     assert post(server.url, "/v1/completions", PLAIN).json()["choices"][0]["text"] == f"{REASONING}</think>\n\n{CONTENT}"

@@ -1,11 +1,18 @@
 """Keys, routes, bodies, health, models, metrics."""
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
-from support.script_engine import ScriptEngine, Server, serving
+from revolta_serve.api import models, ops
+from revolta_serve.api import tokenizer as tokenizer_route
+from revolta_serve.api.app import ROUTES as ROUTES_OF_THE_APP
+from revolta_serve.api.context import Api
+from revolta_serve.errors import EngineUnavailableError
+from support.script_engine import ScriptEngine, Server, data_lines, serving, wait_for
 from support.text import byte_tokens, tokenizer
 
 END = tokenizer().added["<|im_end|>"]
@@ -25,6 +32,13 @@ ROUTES = [
 def guarded() -> Iterator[Server]:
     with serving(ScriptEngine([*byte_tokens("ok"), END]), keys=("first", "zweiter-schlüssel")) as server:
         yield server
+
+
+@pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "PUT", "PATCH", "DELETE", "TRACE"])
+def test_no_method_needs_no_key(guarded: Server, method: str) -> None:
+    for _, path in ROUTES:
+        response = guarded.client.request(method, path)
+        assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -179,3 +193,61 @@ def test_an_unexpected_error_tells_nothing_of_the_inside(serve: Callable[..., Se
     assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
     assert "secret" not in response.text
     assert "secret" not in server.complete(stream=True).text
+
+
+@pytest.mark.parametrize("said", ["the engine failed in a step: ValueError: secret detail", "the engine is dead: Again: secret\ndetail"])
+def test_an_exception_inside_the_engine_is_told_to_the_log_only(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture, said: str
+) -> None:
+    server = serve(ScriptEngine(byte_tokens("abc"), break_after=1, break_reason=said, refuse={3: EngineUnavailableError(said)}))
+    expected = f"{said.partition(':')[0]}; the server's log has the reason"
+    assert server.complete().json()["error"]["message"] == expected
+    assert caplog.text.count("secret") == 1
+    assert json.loads(data_lines(server.chat(stream=True).text)[-2])["error"]["message"] == expected
+    assert server.chat().json()["error"]["message"] == expected
+
+
+@pytest.mark.parametrize(
+    "said", ["the engine failed in a step: step 3 has not been answered", "the engine is dead: rank 1 ended with signal SIGKILL", "no step"]
+)
+def test_words_of_our_own_reach_the_client(serve: Callable[..., Server], said: str) -> None:
+    assert serve(ScriptEngine([5], break_after=0, break_reason=said)).complete().json()["error"]["message"] == said
+
+
+BREAKS: dict[str, tuple[Any, str, Any]] = {
+    "/v1/chat/completions": (Api, "check_model", {"messages": [{"role": "user", "content": "x"}]}),
+    "/v1/completions": (Api, "check_sequences", {"prompt": "x"}),
+    "/tokenize": (tokenizer_route, "Tokens", {"prompt": "x"}),
+    "/detokenize": (tokenizer_route, "check_token_ids", {"tokens": [1]}),
+    "/v1/models": (models, "Response", None),
+    "/v1/models/{id}": (models, "Response", None),
+    "/health": (ops, "Response", None),
+    "/version": (ops, "Response", None),
+    "/metrics": (ops, "Response", None),
+}
+"""For every route something it needs, and a body."""
+
+
+@pytest.mark.parametrize("route", BREAKS)
+def test_errors_that_nobody_expects_are_counted(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, route: str
+) -> None:
+    server = serve(ScriptEngine([END]))
+    place, name, body = BREAKS[route]
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, _broken)
+        response = server.client.request("POST" if body else "GET", route.replace("{id}", "tiny"), json=body)
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+    assert "secret" not in response.text
+    wait_for(lambda: "secret detail" in caplog.text)
+    sample = f'revolta:http_errors_total{{model_name="tiny",route="{route}",status="500"}} 1.0'
+    assert sample in server.client.get("/metrics").text.splitlines()
+
+
+def test_every_route_is_among_them() -> None:
+    paths = {route.path.replace("{id:path}", "{id}") for route in ROUTES_OF_THE_APP if isinstance(route, Route)}
+    assert paths - set(BREAKS) == {"/ready"}, "which is /health"
+
+
+def _broken(*_: object, **__: object) -> Any:
+    raise LookupError("secret detail")

@@ -116,12 +116,13 @@ def test_failures_of_whole_answers(serve: Callable[..., Server], how: str, statu
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_refusals_come_before_the_stream_and_leave_nothing_behind(serve: Callable[..., Server], path: str, streamed: bool) -> None:
-    server = serve(ScriptEngine(byte_tokens("ab"), pause=0.05, refuse={2: QueueFullError("256 requests wait; try again later")}))
+    server = serve(ScriptEngine(byte_tokens("ab"), pause=0.05, refuse={1: QueueFullError("256 requests wait; try again later")}))
     response = (server.chat if "chat" in path else server.complete)(n=3, stream=streamed)
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
     assert response.json()["error"]["type"] == "rate_limit_error"
-    assert server.engine.aborted == [server.engine.requests[0].id]
+    assert [len(batch) for batch in server.engine.batches] == [3], "the choices are admitted together or not at all"
+    assert not server.engine.running
     dead = serve(ScriptEngine(refuse={1: EngineUnavailableError("the engine is dead")}))
     assert (dead.chat(stream=streamed).status_code, dead.chat(model="absent").status_code) == (503, 404)
 

@@ -62,9 +62,9 @@ def config(**cache):
     )
 
 
-def test_without_a_size_eight_requests_of_8192_tokens_fit(model):
-    assert capacity(config(max_model_len=262144), model).tokens == 262144
-    assert capacity(config(max_model_len=16384), model).tokens == 8 * 8192
+def test_without_a_size_there_is_room_for_the_longest_request_and_8192_tokens_of_each_other(model):
+    assert capacity(config(max_model_len=262144), model).tokens == 262144 + 7 * 8192
+    assert capacity(config(max_model_len=16384), model).tokens == 16384 + 7 * 8192
     assert capacity(config(max_model_len=1000), model).tokens == 8 * 1024
 
 
@@ -73,7 +73,7 @@ def test_the_printed_plan_names_blocks_and_slots(model):
     text = result.describe()
     assert f"{result.num_blocks:,} blocks" in text
     assert f"{result.num_slots} state slots" in text
-    assert "4.00 requests of 16,384 tokens" in text
+    assert "4.50 requests of 16,384 tokens at the same time, or one of them and 57,344 tokens of others" in text
 
 
 def test_explicit_numbers_win(model):
@@ -119,7 +119,7 @@ def test_given_bytes_are_respected_and_nearly_used(block, slot, seqs, length, me
 def test_derived_bytes_give_the_same_division(block, slot, seqs, length):
     derived = plan(_shape(block, slot), max_num_seqs=seqs, max_model_len=length)
     assume(derived.kv_bytes + derived.state_bytes)
-    assert derived.tokens >= max(length, seqs * min(length, 8192))
+    assert derived.tokens >= length + (seqs - 1) * min(length, 8192)
     total = math.ceil((derived.kv_bytes + 2 * seqs * slot) / 0.85)
     assert abs(plan(_shape(block, slot), max_num_seqs=seqs, max_model_len=length, memory_bytes=total).num_slots - derived.num_slots) <= 1
 

@@ -51,7 +51,7 @@ def test_a_plan_survives_exactly(pair):
 def test_a_union_is_told_apart(pair):
     ours, theirs = pair
     request = GenerateRequest(id="a", prompt=(1,), max_tokens=1, sampling=SamplingParams())
-    sent = [Submit(request), Abort("a"), Drain(1.5)]
+    sent = [Submit(7, (request, request)), Abort("a"), Drain(1.5)]
     for message in sent:
         ours.send(message)
     assert [theirs.receive(Command, 5) for _ in sent] == sent
@@ -129,7 +129,7 @@ def test_a_local_channel_answers_in_the_receivers_thread():
 def test_every_error_of_the_tree_crosses_with_its_status():
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.RevoltaError):
-            crossed = decoder(Event).decode(msgspec.msgpack.encode(Refused.of("a", kind("why"))))
+            crossed = decoder(Event).decode(msgspec.msgpack.encode(Refused.of(3, kind("why"))))
             again = crossed.exception()
             assert (type(again), again.message, again.status) == (kind, "why", kind.status)
     assert type(Refused("a", "Struct", "why").exception()) is EngineError

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from revolta_serve.text.events import Answer, AnswerStream, Delta, Event, Finish, TextOptions, collect, merge
+from revolta_serve.text.events import Answer, AnswerStream, Delta, Event, Finish, TextOptions, collect
 from revolta_serve.text.reasoning import ThinkTokens
 from revolta_serve.types import Output
 from support.text import byte_tokens, tokenizer
@@ -125,9 +125,3 @@ def test_tokens_travel_with_the_text_they_made() -> None:
         ("content", "b", 2),
     ]
     assert events[-1].tokens == (END,)
-
-
-def test_merged_deltas_are_one_delta() -> None:
-    one = Delta(kind="content", text="a", tokens=(1,), generated=1)
-    two = Delta(kind="content", text="b", tokens=(2, 3), generated=3)
-    assert merge([one, two]) == Delta(kind="content", text="ab", tokens=(1, 2, 3), generated=3)

@@ -1,6 +1,8 @@
 """The queue of one client: ordered per choice, merged while nobody reads, never in the writer's way."""
 
 import asyncio
+import time
+import tracemalloc
 
 import pytest
 
@@ -45,6 +47,36 @@ def test_what_has_been_read_is_not_merged_into() -> None:
     assert drain(mailbox, 1) == [(0, delta("a", 1))]
     mailbox.put(0, delta("b", 2))
     assert drain(mailbox, 1) == [(0, delta("b", 2))]
+
+
+@pytest.mark.parametrize("text", ["x", "wörter ", "\U0001f642"])
+def test_what_nobody_reads_takes_the_room_of_its_text(text: str) -> None:
+    count = 20_000
+    events = [delta(text, number) for number in range(100)] * (count // 100)
+    needed = count * (len(text.encode()) + 4)
+    mailbox = Mailbox()
+    tracemalloc.start()
+    try:
+        for event in events:
+            mailbox.put(0, event)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(mailbox) == 1
+    assert taken < 1.5 * needed + 20_000, "growing buffers keep some room, objects of each event would take 100 bytes and more"
+    [(_, merged)] = drain(mailbox, 1)
+    assert merged == Delta(kind="content", text=text * count, tokens=tuple(range(100)) * (count // 100), generated=99)
+
+
+def test_putting_takes_the_time_of_the_piece() -> None:
+    """A client that never reads must not make the engine's outputs slower and slower."""
+    mailbox, piece, spans = Mailbox(), delta("word " * 100, 1), []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(4000):
+            mailbox.put(0, piece)
+        spans.append(time.perf_counter() - began)
+    assert min(spans[3:]) < 10 * min(spans[:2])
 
 
 def test_a_failure_comes_first_and_stays() -> None:

@@ -1,5 +1,6 @@
 """Whatever JSON a client sends, a request is either understood or refused with an error about a field; nothing else is raised."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from revolta_serve.api import chat, completions
+from revolta_serve.api import chat, completions, json_bounds
 from revolta_serve.api.context import Api
 from revolta_serve.api.errors import error_body
-from revolta_serve.api.fields import MAX_DEPTH, parse_body, shown
+from revolta_serve.api.fields import parse_body, shown
+from revolta_serve.api.json_bounds import MAX_DEPTH
 from revolta_serve.errors import RequestError
 from revolta_serve.metrics import Metrics
 from revolta_serve.text.reasoning import ThinkTokens
@@ -66,9 +68,8 @@ def understood_or_refused(reader: Any, body: dict[str, Any]) -> None:
         assert 400 <= refusal.status < 500
         assert 0 < len(msgspec.json.encode(error_body(refusal))) < 4000
         return
-    prompts = getattr(plan, "prompts", None) or [plan.prompt]
-    assert all(0 < len(prompt.ids) < ENGINE.max_model_len for prompt in prompts)
-    assert all(1 <= prompt.max_tokens <= ENGINE.max_model_len - len(prompt.ids) for prompt in prompts)
+    assert all(0 < len(prompt.ids) < ENGINE.max_model_len for prompt in plan.prompts)
+    assert all(1 <= prompt.max_tokens <= ENGINE.max_model_len - len(prompt.ids) for prompt in plan.prompts)
 
 
 @settings(deadline=None, max_examples=300)
@@ -83,13 +84,101 @@ def test_completions(prompt: Any, fields: dict[str, Any]) -> None:
     understood_or_refused(completions.read_completion, {"prompt": prompt, **fields})
 
 
+def an_object_or_an_error(raw: bytes) -> None:
+    """Whatever it is: a body is read as any other reader of JSON reads it, or refused with an error that can be sent."""
+    try:
+        fields = parse_body(raw)
+    except RequestError as error:
+        sent = json.loads(msgspec.json.encode(error_body(error)))["error"]
+        assert 0 < len(sent["message"]) < 600
+        assert sent["param"] is None or (sent["param"] and sent["message"].startswith(f"{sent['param']}: "))
+        return
+    assert isinstance(fields.raw, dict)
+    assert fields.raw == json.loads(raw)
+
+
 @settings(deadline=None)
 @given(st.binary(max_size=40))
-def test_any_bytes_are_an_object_or_an_error(raw: bytes) -> None:
-    try:
-        assert isinstance(parse_body(raw).raw, dict)
-    except RequestError as error:
-        msgspec.json.encode(error_body(error))
+def test_any_bytes(raw: bytes) -> None:
+    an_object_or_an_error(raw)
+
+
+pieces = st.sampled_from(
+    [
+        *"aé\U0001f642,:[]{}\x7f",
+        "\\ud800",
+        "\\udfff",
+        "\\uDFFF\\ud800",
+        "\\ud83d\\ude42",
+        "\\u0000",
+        '\\"',
+        "\\\\",
+        "\\/",
+        "\\n",
+        "\ud800",
+        "\n",
+        "k" * 70,
+    ]
+)
+texts = st.lists(pieces, max_size=4).map(lambda parts: f'"{"".join(parts)}"')
+numbers = st.sampled_from(
+    [
+        "0",
+        "-0",
+        "1.5",
+        "1e5",
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e999",
+        "-1e999",
+        "1e-999",
+        "9" * 30,
+        "-" + "9" * 50,
+        "9" * 5000,
+        "0." + "1" * 400,
+    ]
+    + ["01", "+1", ".5", "1.", "0x1", "nan", "--1"]
+)
+json_texts = st.recursive(
+    texts | numbers | st.sampled_from(["true", "false", "null", "", "True"]),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda items: f"[{','.join(items)}]")
+        | st.lists(st.tuples(texts | st.sampled_from([f'"{name}"' for name in NAMES]), inner), max_size=3).map(
+            lambda items: "{" + ",".join(f"{key}: {value}" for key, value in items) + "}"
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(st.tuples(texts | st.just('"prompt"'), json_texts), max_size=4))
+def test_any_json_text(items: list[tuple[str, str]]) -> None:
+    """JSON with the names, texts and numbers that readers disagree on, and what is nearly JSON."""
+    text = "{" + ",".join(f"{key}:{value}" for key, value in items) + "}"
+    an_object_or_an_error(text.encode("utf-8", "surrogatepass"))
+
+
+def depth_of(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(depth_of, inner), default=0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(values, st.integers(2, 40))
+def test_bounds_are_counted_as_a_decoder_would_count(value: Any, size: int) -> None:
+    """Whatever texts contain and wherever the pieces are cut: here they are a few bytes."""
+    raw = msgspec.json.encode(value)
+    depth = depth_of(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_bounds, "PIECE", size)
+        patch.setattr(json_bounds, "MAX_DEPTH", depth)
+        json_bounds.check_bounds(raw)
+        patch.setattr(json_bounds, "MAX_DEPTH", depth - 1)
+        if depth:
+            with pytest.raises(RequestError, match="too deeply"):
+                json_bounds.check_bounds(raw)
 
 
 def test_the_depth_limit() -> None:

@@ -32,7 +32,10 @@ CONFIG = {
 
 
 def write_model(directory: Path, load: str = "fine") -> Path:
-    """A directory with the config.json of a model that nobody will load. load: fine | refuse | die."""
+    """A directory with the config.json of a model that nobody will load.
+
+    load: fine | refuse | die | slow, or how rank 1 differs: other weights | other pools.
+    """
     (directory / "config.json").write_text(json.dumps(CONFIG))
     (directory / "load").write_text(load)
     return directory
@@ -52,9 +55,11 @@ class FakeRunner:
         planned = capacity(config, ModelConfig.load(config.model.path))
         self.rank = rank
         self.slow: set[int] = set()
+        weights = "other" if rank and how == "other weights" else "fake"
+        blocks, slots = (1, 1) if rank and how == "other pools" else (planned.num_blocks, planned.num_slots)
         self.report = StartupReport(
-            rank=rank, weight_bytes=0, kv_bytes=planned.kv_bytes, state_bytes=planned.state_bytes, num_blocks=planned.num_blocks,
-            num_slots=planned.num_slots, load_seconds=0.0, fingerprint="fake",
+            rank=rank, weight_bytes=0, kv_bytes=planned.kv_bytes, state_bytes=planned.state_bytes, num_blocks=blocks, num_slots=slots,
+            load_seconds=0.0, fingerprint=weights,
         )  # fmt: skip
 
     @classmethod

@@ -5,7 +5,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 
 from revolta_serve.api.app import create_app
+from revolta_serve.api.connection import Connection
 from revolta_serve.api.engine_port import Phase
 from revolta_serve.config import ServeConfig
 from revolta_serve.errors import RevoltaError
@@ -32,25 +33,30 @@ class ScriptEngine:
     break_after: int | None = None
     """Tokens after which generation fails."""
     break_with: str = "error"
+    break_reason: str = "a step failed"
     cached: int = 0
     refuse: dict[int, RevoltaError] = field(default_factory=dict)
-    """Submissions, by count, that are refused."""
+    """Submissions, counted from 1, that are refused."""
     endless: bool = False
     """Never an end before max_tokens: the script repeats."""
     phase: Phase = "ready"
     max_model_len: int = 512
+    batches: list[list[GenerateRequest]] = field(default_factory=list)
+    """Every submission."""
     requests: list[GenerateRequest] = field(default_factory=list)
+    """What was admitted."""
     aborted: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     generated: int = 0
 
-    async def submit(self, request: GenerateRequest) -> AsyncIterator[Output]:
-        self.requests.append(request)
-        error = self.refuse.get(len(self.requests))
+    async def submit(self, requests: Sequence[GenerateRequest]) -> list[AsyncIterator[Output]]:
+        self.batches.append(list(requests))
+        error = self.refuse.get(len(self.batches))
         if error is not None:
             raise error
-        self.running.add(request.id)
-        return self._run(request)
+        self.requests += requests
+        self.running |= {request.id for request in requests}
+        return [self._run(request) for request in requests]
 
     def abort(self, id: str) -> None:
         self.aborted.append(id)
@@ -71,7 +77,7 @@ class ScriptEngine:
             await asyncio.sleep(self.pause)
             if self.break_after is not None and done >= self.break_after:
                 self.running.discard(request.id)
-                yield Output(id=request.id, finish=self.break_with, error="a step failed")  # type: ignore[arg-type]
+                yield Output(id=request.id, finish=self.break_with, error=self.break_reason)  # type: ignore[arg-type]
                 return
             tokens = tuple(script[done : min(count, done + self.group)])
             done += len(tokens)
@@ -106,19 +112,26 @@ class Server:
         return self.post("/v1/completions", {"prompt": "hi", **fields})
 
 
-def config(**api: Any) -> ServeConfig:
+def config(schedule: Mapping[str, int] | None = None, **api: Any) -> ServeConfig:
     """A configuration that serves the model under the names tiny and other."""
     base = ServeConfig()
-    return replace(base, model=replace(base.model, path="tiny", served_name=("tiny", "other")), api=replace(base.api, **api))
+    return replace(
+        base,
+        model=replace(base.model, path="tiny", served_name=("tiny", "other")),
+        schedule=replace(base.schedule, **(schedule or {})),
+        api=replace(base.api, **api),
+    )
 
 
 @contextlib.contextmanager
-def serving(engine: ScriptEngine, **api: Any) -> Iterator[Server]:
+def serving(engine: ScriptEngine, schedule: Mapping[str, int] | None = None, **api: Any) -> Iterator[Server]:
     """Serve on a free loopback port in a thread of its own."""
-    app = create_app(config(**api), engine, tokenizer(), template(), defaults())
+    app = create_app(config(schedule, **api), engine, tokenizer(), template(), defaults())
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    settings = uvicorn.Config(app, log_level="critical", ws="none", lifespan="off", timeout_graceful_shutdown=1)
+    settings = uvicorn.Config(
+        app, http=Connection, log_level="error", log_config=None, ws="none", lifespan="off", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

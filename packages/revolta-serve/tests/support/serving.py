@@ -57,8 +57,7 @@ def serve(
     def tap(piece: Slice, judged: Tensor) -> None:
         trace.logits[names[piece.request]].append(judged)
 
-    for one in requests:
-        scheduler.add(one)
+    scheduler.add(tuple(requests))
     runner.tap = tap
     try:
         while scheduler.has_work and not (until is not None and until(trace)):

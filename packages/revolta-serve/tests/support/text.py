@@ -55,4 +55,4 @@ def byte_tokens(text: str | bytes) -> list[int]:
 
 @cache
 def defaults() -> GenerationDefaults:
-    return GenerationDefaults.load(directory())
+    return GenerationDefaults.load(directory(), tokenizer().size)

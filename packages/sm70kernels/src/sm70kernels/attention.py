@@ -1,5 +1,6 @@
 """What the attention ops share besides the softmax: the output gate, partial results, and the makers of their test inputs."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -7,17 +8,18 @@ from sm70kernels import inputs, rows
 from sm70kernels.dims import evaluate
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def gated(o: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return h(f32(h(o)) * sigmoid(f32(gate))), or h(o) without a gate; h rounds to `dtype` (kernels.md 1.C).
 
     o f32[...]; gate of the same shape, f32 or f16. The gate comes last, after any merge over ranks.
     """
-    if dtype == torch.float32:
-        return o if gate is None else rows.sigmoid(gate.float()).mul_(o)
     rounded = o.to(dtype)
     if gate is None:
         return rounded
-    return (rounded.float() * rows.sigmoid(gate.float())).to(dtype)
+    y = rows.logistic(rows.floats(gate))
+    y *= rows.floats(rounded)
+    return rows.tensor(y, dtype)
 
 
 def check_partial(op: str, gate: Tensor | None, partial: bool) -> None:

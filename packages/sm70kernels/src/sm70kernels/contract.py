@@ -106,6 +106,8 @@ class Contract:
             bound.device, bound.device_source = value.device, arg.name
         elif value.device != bound.device:
             self._fail(f"{arg.name}: on {value.device}, but {bound.device_source} is on {bound.device}; move one of them")
+        if value.requires_grad:
+            self._fail(f"{arg.name}: requires grad, and ops have no gradient; pass {arg.name}.detach()")
         if value.dim() != len(arg.axes):
             self._fail(f"{arg.name}: expected {len(arg.axes)} axes [{','.join(map(str, arg.axes))}], got shape {tuple(value.shape)}")
         self._dtype(arg, value.dtype, bound)

@@ -24,26 +24,20 @@ Array = NDArray[np.float32]
 L2_EPS = 1e-6
 """Added to the sum (not the mean) of squares of a q or k head, inside the root."""
 
-_HIGHEST = np.float32(88.0)
-"""A larger A_log becomes this: its exponential stays finite, so that it times a softplus of 0 is 0."""
-
-_FASTEST = np.float64(np.finfo(np.float32).max)
-"""A log decay of -inf becomes minus this: its exponential is the same 0, and the cast does not overflow."""
-
 
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Array, Array]:
     """Return (g, beta), float32 [.., HV] like a and b: the log decay (<= 0) and the write strength (0..1) of each head.
 
     g = -exp(A_log) softplus(a + dt_bias); beta = sigmoid(b). A_log and dt_bias are [HV], or [L, HV] for a and b [L, .., HV]. g is
-    computed in float64 and rounded once: its error is multiplied by up to exp(A_log) before another exponential sees it.
+    computed in float64 and rounded once: its error is multiplied by up to exp(A_log) before another exponential sees it; one below the range of float32 becomes -inf, whose exponential is the same 0.
     """
     raw, log_rate, bias = rows.floats(a), A_log.numpy(), dt_bias.numpy()
     if log_rate.ndim > 1:
         by_layer = (len(log_rate), *(1,) * (raw.ndim - 2), log_rate.shape[-1])
         log_rate, bias = log_rate.reshape(by_layer), bias.reshape(by_layer)
     g = np.logaddexp(0.0, raw.astype(np.float64) + bias)
-    g *= np.exp(np.minimum(log_rate, _HIGHEST).astype(np.float64))
-    return -np.minimum(g, _FASTEST).astype(np.float32), rows.logistic(rows.floats(b))
+    g *= np.exp(log_rate.astype(np.float64))
+    return -g.astype(np.float32), rows.logistic(rows.floats(b))
 
 
 def heads(qkv: Tensor, value_heads: int, value_dim: int, key_dim: int) -> tuple[Array, Array, Array]:

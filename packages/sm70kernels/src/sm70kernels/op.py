@@ -94,6 +94,10 @@ class _Plan:
     bound: Bound
 
 
+_NOTHING: tuple[list[Any], _Plan] = ([object()], _Plan(direct=False, on_cpu=True, bound=Bound()))
+"""Before the first call: a key that equals no other."""
+
+
 class Op(Generic[R]):
     """A callable op: CPU tensors run `reference`, CUDA tensors run `launch`.
 
@@ -138,6 +142,7 @@ class Op(Generic[R]):
         self._leading = self._taken == tuple(range(len(self._taken)))
         self._orders: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._latest: tuple[list[Any], _Plan] = _NOTHING
         self._check_declaration()
 
     def _check_declaration(self) -> None:
@@ -163,17 +168,14 @@ class Op(Generic[R]):
             order = self._orders.get(names) or self._order(names)
             values = (*args, *kwargs.values(), None)
             args = tuple([values[i] for i in order])
-        key = tuple(
-            [
-                (a.shape, a.dtype, a.is_contiguous() or a.stride(), a.is_cpu or a.device)
-                if type(a) is Tensor
-                else (a if type(a) in _BY_VALUE else type(a))
-                for a in args
-            ]
-        )
-        plan = self._plans.get(key)
-        if plan is None:
-            args, plan = self._admit(args)
+        key = _key(args)
+        latest, plan = self._latest
+        if key != latest:
+            found = self._plans.get(tuple(key))
+            if found is None:
+                args, plan = self._admit(args)
+            else:
+                self._latest, plan = (key, found), found
         if _recorders:
             for called in _recorders:
                 called.append(self.name)
@@ -216,7 +218,7 @@ class Op(Generic[R]):
         if all(type(value) in _REMEMBERED for value in args):
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            self._plans[_key(args)] = plan
+            self._plans[tuple(_key(args))] = plan
         return args, plan
 
     def _as_tensor(self, arg: Arg, value: Any) -> Any:
@@ -305,16 +307,18 @@ class Op(Generic[R]):
         return total
 
 
-def _key(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The cache key of Op.__call__, which repeats this expression to save the call."""
-    return tuple(
-        [
-            (a.shape, a.dtype, a.is_contiguous() or a.stride(), a.is_cpu or a.device)
-            if type(a) is Tensor
-            else (a if type(a) in _BY_VALUE else type(a))
-            for a in args
-        ]
-    )
+def _key(args: tuple[Any, ...]) -> list[Any]:
+    """What the checks of a call depend on: four entries a tensor, the first a torch.Size, and one for anything else.
+
+    A flat list, because most calls have the shapes of the op's call before: to compare costs half of what hashing does.
+    """
+    key: list[Any] = []
+    for a in args:
+        if type(a) is Tensor:
+            key += (a.shape, a.dtype, a.is_contiguous() or a.stride(), a.is_cpu or a.device)
+        else:
+            key.append(a if type(a) in _BY_VALUE else type(a))
+    return key
 
 
 def _storage(arg: Arg, act: torch.dtype) -> torch.dtype:

@@ -3,12 +3,14 @@
 Rounding points (kernels.md C3): the norm is float32 and rounded once to the activation dtype; the rotation reads that rounded
 value, computes in float32 and is rounded once more. Pairs are half-split (NeoX): dimension i turns with i + RH, i < RH.
 
-A decode step handles a few thousand numbers here, so the cost is that of the calls: numpy slices and multiplies in half the time of
-torch. Its products, sums, quotients and roots are rounded as IEEE 754 asks, so a row's bits depend on nothing else; the sum over a
-row, which is not a single operation, stays with `rows.row_sum`.
+A decode step handles a few thousand numbers here, so the cost is that of the calls: numpy's are the cheapest. Its products, sums,
+quotients and roots are rounded as IEEE 754 asks and the sum over a row is one dot product (`rows.root_mean_square`), so a row's bits
+depend on nothing else.
 """
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,53 +18,49 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sm70kernels import rows
+from sm70kernels.rows import Floats
 
-Floats = NDArray[np.float32]
-
-
-def floats(x: Tensor) -> Floats:
-    """Return x (any float dtype, any strides) as a float32 array, sharing its memory where it is float32 already."""
-    array: Floats = x.float().numpy()
-    return array
+_ONE = np.float32(1.0)
 
 
-def norm_and_rotate(parts: Sequence[Floats], weights: Sequence[Tensor], eps: float, cos: Tensor, sin: Tensor) -> list[Tensor]:
+def norm_and_rotate(parts: Sequence[NDArray[Any]], weights: Sequence[Tensor], eps: float, cos: Tensor, sin: Tensor) -> list[Tensor]:
     """Return h(rope(h(RMS1p(x; weight)))) of each part, contiguous and in the dtype h of cos.
 
-    RMS1p(x; w) = x * rsqrt(mean(x^2) + eps) * (1 + w). parts f32[M, H_i, D] that share D, in one pass over all heads; weights
-    act[D], one a part; cos, sin act[M, RH].
+    RMS1p(x; w) = x / sqrt(mean(x^2) + eps) * (1 + w). parts [M, H_i, D], float32 or float16, that share D, in one pass over all
+    heads; weights act[D], one a part; cos, sin act[M, RH]. Call it under np.errstate(all="ignore").
     """
-    m, _, d = parts[0].shape
-    spans, end = [], 0
-    for part in parts:
-        spans.append(slice(end, end + part.shape[1]))
-        end += part.shape[1]
-    x, factor = np.empty((m, end, d), np.float32), np.empty((end, d), np.float32)
-    for span, part, weight in zip(spans, parts, weights, strict=True):
-        x[:, span], factor[span] = part, floats(weight)
-    with np.errstate(all="ignore"):  # infinities and NaN are data
-        factor += 1.0
-        scale: Floats = rows.row_sum(torch.from_numpy(np.square(x))).numpy()
-        scale /= d
-        scale += eps
-        np.sqrt(scale, out=scale)
-        x *= np.reciprocal(scale, out=scale)
-        x *= factor
-        if cos.dtype != torch.float32:
-            x = floats(torch.from_numpy(x).to(cos.dtype))
-        _rotate(x, floats(cos), floats(sin))
-    if cos.dtype == torch.float32:
-        return [torch.from_numpy(x[:, span].copy()) for span in spans]
-    return [torch.from_numpy(x[:, span]).to(cos.dtype, memory_format=torch.contiguous_format) for span in spans]
+    dtype = cos.dtype
+    counts = tuple([part.shape[1] for part in parts])
+    x: Floats = np.concatenate(parts, 1, dtype=np.float32)
+    factor: Floats = np.concatenate([rows.floats(weight)[None] for weight in weights])
+    factor += _ONE
+    x /= rows.root_mean_square(x, eps)
+    x *= factor.take(_owners(counts), 0)
+    if dtype is not torch.float32:
+        x = x.astype(np.float16).astype(np.float32)
+    _rotate(x, rows.floats(cos)[:, None, None], rows.floats(sin)[:, None, None])
+    turned, end = [], 0
+    for count in counts:
+        turned.append(rows.tensor(np.ascontiguousarray(x[:, end : end + count]), dtype))
+        end += count
+    return turned
+
+
+@cache
+def _owners(counts: tuple[int, ...]) -> NDArray[np.int64]:
+    """The part that each head belongs to, for parts of so many heads; never written to."""
+    return np.repeat(np.arange(len(counts)), counts)
 
 
 def _rotate(x: Floats, cos: Floats, sin: Floats) -> None:
-    """Rotate the first 2 RH dimensions of x [M, H, D] in place by cos, sin [M, RH].
+    """Rotate the first 2 RH dimensions of x [M, H, D] in place by cos, sin [M, 1, 1, RH].
 
     x'_i = x_i cos_i - x_{i+RH} sin_i and x'_{i+RH} = x_{i+RH} cos_i + x_i sin_i: two rounded products and one sum each.
     """
-    half = cos.shape[1]
-    turned = x[:, :, : 2 * half]
-    swapped = np.concatenate([turned[:, :, half:], turned[:, :, :half]], 2)
-    swapped *= np.concatenate([-sin, sin], 1)[:, None]
-    np.add(turned * np.concatenate([cos, cos], 1)[:, None], swapped, out=turned)
+    m, heads, _ = x.shape
+    half = cos.shape[-1]
+    pairs = x[:, :, : 2 * half].reshape(m, heads, 2, half)  # a view
+    crossed = pairs * sin
+    pairs *= cos
+    pairs[:, :, 0] -= crossed[:, :, 1]
+    pairs[:, :, 1] += crossed[:, :, 0]

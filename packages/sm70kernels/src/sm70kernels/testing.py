@@ -16,9 +16,12 @@ n times the yards' error, both as the maximum over an output and as its root mea
 2^-23 of the largest magnitude. Values that are infinite or NaN in truth, after rounding, must be the same in the op's output.
 
 Integer outputs, and all outputs for `Exact()`, must equal the naive definition's.
+
+A reference that skips a rounding point is nearer to truth, so `conforms` cannot see it: `rounds_as_stated` does.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -214,6 +217,55 @@ def conforms(
         edge: Callable[..., Any] = hypothesis.example(sizes=_choose_dims(op, dims or {}, extreme), seed=0)
         test = edge(test)
     return _settled(test, examples, dtypes)
+
+
+def rounds_as_stated(
+    op: Op[Any],
+    naive: Callable[..., Any],
+    dims: Mapping[str, int],
+    *,
+    change: Callable[[dict[str, Any]], None] | None = None,
+    share: float = 0.01,
+) -> Callable[[], None]:
+    """Return a test: with float16 activations the op rounds where its definition calls `h` and at the end, and nowhere else.
+
+    In float64 with exactly those roundings the definition gives all but a few values bit for bit: float32's sums rarely cross a
+    rounding border of float16, while a rounding that is missing or too many moves several percent. At most `share` of any float16
+    output may differ over four draws of `dims` (sizes left out take the largest of the tests). Each `h` in turn is left out too, and
+    must then move more than that: a rounding this test cannot see fails it. `change` edits the drawn arguments in place.
+    """
+
+    def roundings_are_those_of_the_definition() -> None:
+        sizes = _choose_dims(op, dims, max)
+        calls = [op.make(sizes, seed, torch.float16) for seed in range(4)]
+        for arguments in calls:
+            if change is not None:
+                change(arguments)
+        got = [outputs(op, own, op(**own)) for own in map(clone, calls)]
+        places: dict[tuple[str, int], int] = {}
+
+        def moved(left_out: tuple[str, int] | None) -> dict[str, float]:
+            def h(x: Tensor) -> Tensor:
+                caller = sys._getframe(1)  # an h is known by where it stands in the definition
+                place = (caller.f_code.co_name, caller.f_lasti)
+                places.setdefault(place, caller.f_lineno)
+                return x if place == left_out else x.half().double()
+
+            differ: dict[str, list[Tensor]] = {}
+            for arguments, values in zip(calls, got, strict=True):
+                expected = _naively(op, naive, arguments, h)
+                for name, value in values.items():
+                    other = expected[name]
+                    if value is not None and other is not None and value.dtype is torch.float16:
+                        differ.setdefault(name, []).append((value != other.half()).flatten())
+            return {name: float(torch.cat(parts).double().mean()) for name, parts in differ.items()}
+
+        for name, part in moved(None).items():
+            assert part <= share, f"{op.name}: {name}: {part:.1%} of the values differ from the definition with its roundings"
+        for place, line in list(places.items()):
+            assert max(moved(place).values()) > share, f"{op.name}: leaving out h in line {line} of the definition shows nowhere"
+
+    return roundings_are_those_of_the_definition
 
 
 def rows_independent(

@@ -45,11 +45,13 @@ def replay(window: Tensor, x: Tensor, slot: Tensor, accepted: Tensor, snapshot_s
     """Advance every window by its accepted rows, in place, and store the window after snapshot_at rows to snapshot_slot.
 
     Nothing is stored for a request with accepted 0 or slot -1; no snapshot when snapshot_slot is -1 or snapshot_at is outside
-    1..accepted.
+    1..accepted. Raises ValueError when a request accepts more rows than there are.
     """
     if slot.shape[0] == 0:
         return
     pool, taken, at = window.numpy(), accepted.tolist(), snapshot_at.tolist()
+    if max(taken) > x.shape[2]:
+        raise ValueError(f"accepted {max(taken)} of T={x.shape[2]} recorded rows; a step accepts at most the rows it verified")
     running = [s if n > 0 else -1 for s, n in zip(slot.tolist(), taken, strict=True)]
     sequence = joined(pool, x.numpy(), running)
     wanted = zip(running, taken, snapshot_slot.tolist(), at, strict=True)

@@ -67,7 +67,10 @@ def create_app(
 
 
 class ErrorCount:
-    """ASGI middleware that counts responses with an error status by route."""
+    """ASGI middleware that counts responses with an error status by route.
+
+    An exception that no handler knows is answered outside of this, by starlette, with a 500.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -78,12 +81,22 @@ class ErrorCount:
             await self._app(scope, receive, send)
             return
 
+        started = False
+
         async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._metrics.http_error(_route(scope["path"]), message["status"])
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if message["status"] >= 400:
+                    self._metrics.http_error(_route(scope["path"]), message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if not started:
+                self._metrics.http_error(_route(scope["path"]), 500)
+            raise
 
 
 def _route(path: str) -> str:

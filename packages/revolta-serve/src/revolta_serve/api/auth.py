@@ -25,7 +25,7 @@ class KeyGuard:
         self._digests = tuple(_digest(key.encode()) for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         key = _presented(Headers(scope=scope))

@@ -8,7 +8,7 @@ from revolta_serve.api.fields import Fields
 from revolta_serve.api.messages import read_messages
 from revolta_serve.errors import RequestError
 from revolta_serve.text.chat_template import ChatTemplate
-from revolta_serve.text.tokenizer import Tokenizer
+from revolta_serve.text.tokenizer import Piece
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 THINKING_DEFAULT = False
@@ -26,8 +26,8 @@ class ChatPrompt:
     add_generation_prompt: bool
     continue_final_message: bool
 
-    def encode(self, template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
-        """Ids of the prompt. Raises RequestError when the template refuses the messages."""
+    def render(self, template: ChatTemplate) -> list[Piece]:
+        """The prompt, for Tokenizer.encode_pieces. Raises RequestError when the template refuses the messages."""
         pieces = template.render(
             self.messages,
             tools=self.tools,
@@ -35,10 +35,9 @@ class ChatPrompt:
             continue_final_message=self.continue_final_message,
             variables=self.variables,
         )
-        ids = tokenizer.encode_pieces(pieces)
-        if not ids:
+        if all(piece == "" for piece in pieces):
             raise RequestError("messages: the chat template renders an empty prompt from them", param="messages")
-        return ids
+        return pieces
 
 
 def read_chat_prompt(fields: Fields) -> ChatPrompt:

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from revolta_serve.api.engine_port import EnginePort
 from revolta_serve.api.errors import ModelNotFoundError
 from revolta_serve.api.fields import Fields
 from revolta_serve.config import ServeConfig
-from revolta_serve.errors import EngineUnavailableError
+from revolta_serve.errors import ContextLengthError, EngineUnavailableError, RequestError
 from revolta_serve.metrics import Metrics
 from revolta_serve.text.chat_template import ChatTemplate
 from revolta_serve.text.defaults import GenerationDefaults
@@ -42,6 +43,34 @@ class Api:
     def fingerprint(self) -> str:
         """system_fingerprint: differs when version or configuration differ."""
         return f"revolta-{VERSION}-tp{self.config.parallel.tensor}-{self.config.digest()[:8]}"
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token."""
+        return max(len(self.tokenizer.token_bytes(token)) for token in range(self.tokenizer.size))
+
+    def check_characters(self, count: int, param: str) -> None:
+        """Raise ContextLengthError for a text of so many characters that encoding it is not needed to know that it cannot fit."""
+        limit = self.engine.max_model_len
+        # A character has at least one byte. Normalising (NFC) may put characters together, into at least half as many bytes.
+        most = 2 * limit * self.longest_token
+        if count > most:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens, but the prompt has {count} characters, and so many tokens "
+                f"never spell more than {most}. Shorten the prompt.",
+                param=param,
+            )
+
+    def check_sequences(self, prompts: int, n: int, param: str) -> None:
+        """Raise RequestError for more answers than the engine can ever admit: it admits those of one request together."""
+        schedule = self.config.schedule
+        most = schedule.max_queue + schedule.max_num_seqs
+        if prompts * n > most:
+            raise RequestError(
+                f"{param}: {prompts} prompts with n {n} are {prompts * n} answers; at most {most} are taken at once (schedule.max_queue "
+                f"{schedule.max_queue} and schedule.max_num_seqs {schedule.max_num_seqs}): send several requests",
+                param=param,
+            )
 
     def check_model(self, fields: Fields) -> None:
         """Raise ModelNotFoundError unless the request names a served model or none."""

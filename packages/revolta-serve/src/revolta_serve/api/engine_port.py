@@ -1,6 +1,6 @@
 """What the api asks of the engine: the whole of it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
 from revolta_serve.types import EngineStatus, GenerateRequest, Output
@@ -21,12 +21,12 @@ class EnginePort(Protocol):
         """Tokens of prompt and answer together."""
         ...
 
-    async def submit(self, request: GenerateRequest) -> AsyncIterator[Output]:
-        """Admit one request to the engine's queue; returns once it is there, before anything is computed.
+    async def submit(self, requests: Sequence[GenerateRequest]) -> list[AsyncIterator[Output]]:
+        """Admit requests to the engine's queue, all or none; returns their outputs, in order, before anything is computed.
 
-        The iterator ends after an Output with `finish`. The tokens of an Output with `stop_token` end with that token. When the
-        engine dies, every open iterator yields Output(finish="error", error=...). Raises RequestError (QueueFullError among them)
-        and EngineUnavailableError.
+        An iterator ends after an Output with `finish`. The tokens of an Output with `stop_token` end with that token. When the
+        engine dies, every open iterator yields Output(finish="error", error=...). Raises RequestError (ContextLengthError and
+        QueueFullError among them) and EngineUnavailableError; a refused or cancelled call leaves nothing behind.
         """
         ...
 

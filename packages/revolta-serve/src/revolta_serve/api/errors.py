@@ -17,6 +17,8 @@ from revolta_serve.errors import EngineError, EngineUnavailableError, NotFoundEr
 log = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_INSIDE = re.compile(r"(the engine failed in a step|the engine is dead): [A-Za-z_]\w*: .*", re.DOTALL)
+"""What the engine says of an exception that is none of ours: `Type: text`. Its own words, such as `rank 1 ended`, look different."""
 RETRY_SECONDS = "1"
 
 
@@ -45,6 +47,8 @@ class ClientGoneError(Exception):
 def error_body(error: RevoltaError) -> dict[str, Any]:
     """The OpenAI error object."""
     message = _ADDRESS.sub("", error.message)
+    if isinstance(error, EngineError):
+        message = _INSIDE.sub(r"\1; the server's log has the reason", message)
     return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code or error.status}}
 
 
@@ -72,7 +76,7 @@ async def on_revolta_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Handler of what the router itself raises: unknown routes and methods."""
     assert isinstance(error, HTTPException)
-    place = f"{request.method} {request.url.path}"
+    place = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         return error_response(NotFoundError(f"no such route: {place}"))
     if error.status_code == 405:

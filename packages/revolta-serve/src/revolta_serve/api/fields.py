@@ -5,33 +5,34 @@ null means absent, as in the OpenAI API; unknown fields are ignored; a bool is n
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
+from revolta_serve.api.json_bounds import check_bounds
 from revolta_serve.errors import RequestError
-
-MAX_DEPTH = 100
-"""Levels of nesting in a body; real tool schemas stay far below."""
+from revolta_serve.text.defaults import Range
 
 DIAGNOSED_BYTES = 1 << 20
 """Larger malformed bodies are refused without looking for the field at fault."""
+
+MAX_PATH = 200
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 T = TypeVar("T")
 
 
 def parse_body(raw: bytes) -> "Fields":
     """Decode a JSON object. Raises RequestError for anything else, naming the field of a NaN, an infinity or a lone surrogate."""
+    check_bounds(raw)
     try:
         value = msgspec.json.decode(raw)
-    except RecursionError:
-        raise RequestError(f"the request body is nested too deeply; at most {MAX_DEPTH} levels are read") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _diagnosis(raw) or RequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(f"the request body must be a JSON object, not {shown(value)}")
-    _check_depth(value)
     return Fields(value)
 
 
@@ -74,13 +75,13 @@ class Fields:
             raise self.fail(name, f"an integer of at least {low}" if high is None else f"an integer between {low} and {high}")
         return value
 
-    def number(self, name: str, default: T, low: float, high: float, *, above: bool = False) -> float | T:
-        """A number of low..high, or above low and up to high."""
+    def number(self, name: str, default: T, legal: Range) -> float | T:
+        """A number of a range."""
         value = self.raw.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or (above and value == low):
-            raise self.fail(name, f"a number above {low:g} and at most {high:g}" if above else f"a number between {low:g} and {high:g}")
+        if not legal.holds(value):
+            raise self.fail(name, str(legal))
         return float(value)
 
     def string(self, name: str, default: T) -> str | T:
@@ -137,43 +138,35 @@ def shown(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def _check_depth(value: Any) -> None:
-    """Everything that walks a body later may recurse."""
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for container in level
-            for item in (container.values() if isinstance(container, dict) else container)
-            if isinstance(item, dict | list)
-        ]
-        if not level:
-            return
-    raise RequestError(f"the request body is nested too deeply; at most {MAX_DEPTH} levels are read")
-
-
 def _diagnosis(raw: bytes) -> RequestError | None:
     """Which field made an otherwise well-formed body invalid JSON."""
     if len(raw) > DIAGNOSED_BYTES:
         return None
     try:
-        value = json.loads(raw)
-        path, reason = next(_faults(value, ""), (None, ""))
+        path, reason = next(_faults(json.loads(raw), ""), ("", ""))
     except (ValueError, RecursionError):
         return None
-    return RequestError(f"{path}: {reason}", param=path) if path is not None else None
+    if not path:
+        return None
+    path = path if len(path) <= MAX_PATH else f"{path[:MAX_PATH]}..."
+    return RequestError(f"{path}: {reason}", param=path)
 
 
 def _faults(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, float) and not math.isfinite(value):
         yield path, "not a finite number, which JSON cannot express"
-    elif isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+    elif isinstance(value, str) and _SURROGATE.search(value):
         yield path, "half of a surrogate pair, which is not a character"
     elif isinstance(value, int) and value.bit_length() > 128:
         yield path, f"an integer of {value.bit_length()} bits is out of range"
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _faults(item, f"{path}.{key}" if path else key)
+            # An error is written as UTF-8, which has no lone surrogates.
+            step = key[:MAX_PATH].encode("utf-8", "backslashreplace").decode()
+            place = f"{path}.{step}" if path else step
+            if _SURROGATE.search(key):
+                yield place, "this name holds half of a surrogate pair, which is not a character"
+            yield from _faults(item, place)
     elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from _faults(item, f"{path}[{number}]")

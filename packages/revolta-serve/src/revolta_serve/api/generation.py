@@ -1,6 +1,7 @@
 """The choices of one request in the engine: submitted together, read side by side, given up together."""
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,6 +17,8 @@ from revolta_serve.errors import EngineError, EngineUnavailableError
 from revolta_serve.text.events import Answer, AnswerStream, Delta, Event, Finish, collect
 from revolta_serve.text.reasoning import ThinkTokens
 from revolta_serve.types import GenerateRequest, Output, SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,17 +65,8 @@ class Generation:
         self._unfinished = len(self._choices)
 
     async def start(self) -> None:
-        """Submit every choice; returns when the engine has admitted all of them. On an error none is left behind."""
-        streams: list[AsyncIterator[Output]] = []
-        submitted: list[str] = []
-        try:
-            for choice in self._choices:
-                streams.append(await self._api.engine.submit(choice.request))
-                submitted.append(choice.request.id)
-        except BaseException:
-            for id in submitted:
-                self._api.engine.abort(id)
-            raise
+        """Submit every choice; returns when the engine has admitted all of them. It admits all or none."""
+        streams = await self._api.engine.submit([choice.request for choice in self._choices])
         for prompt in self.prompts:
             self._api.metrics.request(len(prompt.ids), self.options.n, prompt.max_tokens)
         pairs = zip(self._choices, streams, strict=True)
@@ -158,6 +152,15 @@ class Generation:
             self._mailbox.fail(ClientGoneError())
 
 
+def _failure(output: Output) -> EngineError:
+    """An answer nobody asked to end early: generation failed, or the server is shutting down."""
+    if output.finish == "abort":
+        return EngineUnavailableError("the server is shutting down; the answer was given up")
+    # Clients may be told less: see errors.error_body.
+    log.error("%s: %s", output.id, output.error)
+    return EngineError(output.error or "generation failed")
+
+
 def _request(id: str, prompt: Prompt, options: Options, choice: int, arrival: float) -> GenerateRequest:
     plain = options.sampling
     sampling = SamplingParams(
@@ -175,10 +178,3 @@ def _request(id: str, prompt: Prompt, options: Options, choice: int, arrival: fl
         stop_token_ids=options.stop_token_ids,
         arrival=arrival,
     )
-
-
-def _failure(output: Output) -> EngineError:
-    """An answer nobody asked to end early: generation failed, or the server is shutting down."""
-    if output.finish == "abort":
-        return EngineUnavailableError("the server is shutting down; the answer was given up")
-    return EngineError(output.error or "generation failed")

@@ -1,29 +1,41 @@
 """The queue between the engine's outputs and one client: never blocks the writer, bounded by merging.
 
-While nobody reads, consecutive deltas of one kind of one choice become one. A choice changes kind once, so a client that reads
-nothing costs at most three entries per choice, whatever the length of the answer (their text is bounded by max_tokens).
+While nobody reads, consecutive deltas of one kind of one choice become one, as they come. A choice changes kind once, so a client
+that reads nothing costs at most three entries per choice, whatever the length of the answer, and what they hold is the text itself:
+its bytes, and four bytes a token.
 """
 
 import asyncio
+from array import array
 from collections import deque
-from dataclasses import dataclass, field
 
-from revolta_serve.text.events import Delta, Event, Finish, merge
+from revolta_serve.text.events import Delta, Event, Finish
 
 
-@dataclass
-class _Entry:
-    choice: int
-    deltas: list[Delta] = field(default_factory=list)
-    finish: Finish | None = None
+class _Growing:
+    """A delta that still grows: appending costs the length of what is appended."""
+
+    def __init__(self, first: Delta) -> None:
+        self.kind = first.kind
+        self._text = bytearray()
+        self._tokens = array("i")
+        self.append(first)
+
+    def append(self, delta: Delta) -> None:
+        self._text += delta.text.encode()
+        self._tokens.extend(delta.tokens)
+        self._generated = delta.generated
+
+    def delta(self) -> Delta:
+        return Delta(kind=self.kind, text=self._text.decode(), tokens=tuple(self._tokens), generated=self._generated)
 
 
 class Mailbox:
     """Events of all choices of one request, in the order of each choice. One reader."""
 
     def __init__(self) -> None:
-        self._entries: deque[_Entry] = deque()
-        self._last: dict[int, _Entry] = {}
+        self._entries: deque[tuple[int, _Growing | Finish]] = deque()
+        self._last: dict[int, _Growing] = {}
         self._failure: Exception | None = None
         self._filled = asyncio.Event()
 
@@ -31,12 +43,12 @@ class Mailbox:
         """Add an event."""
         last = self._last.get(choice)
         if isinstance(event, Finish):
-            self._entries.append(_Entry(choice, finish=event))
-        elif last is not None and last.deltas and last.deltas[-1].kind == event.kind:
-            last.deltas.append(event)
+            self._entries.append((choice, event))
+        elif last is not None and last.kind == event.kind:
+            last.append(event)
         else:
-            entry = self._last[choice] = _Entry(choice, [event])
-            self._entries.append(entry)
+            self._last[choice] = _Growing(event)
+            self._entries.append((choice, self._last[choice]))
         self._filled.set()
 
     def fail(self, error: Exception) -> None:
@@ -51,12 +63,12 @@ class Mailbox:
             await self._filled.wait()
         if self._failure is not None:
             raise self._failure
-        entry = self._entries.popleft()
-        if entry.finish is not None:
-            return entry.choice, entry.finish
-        if self._last.get(entry.choice) is entry:
-            del self._last[entry.choice]
-        return entry.choice, merge(entry.deltas)
+        choice, entry = self._entries.popleft()
+        if isinstance(entry, Finish):
+            return choice, entry
+        if self._last.get(choice) is entry:
+            del self._last[choice]
+        return choice, entry.delta()
 
     def __len__(self) -> int:
         return len(self._entries)

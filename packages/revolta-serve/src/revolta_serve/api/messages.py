@@ -33,8 +33,7 @@ def read_messages(fields: Fields) -> list[dict[str, Any]]:
             raise message.fail("role", f"one of {', '.join(ROLES)}")
         role = message.choice("role", ROLES, "")
         if role in ("system", "developer"):
-            lines = _content(message).split("\n")
-            system.append("\n".join(line for line in lines if not line.startswith(VOLATILE)))
+            system.append(_without_volatile(_content(message)))
         elif role == "assistant":
             turns.append(_assistant(message))
         else:
@@ -43,11 +42,17 @@ def read_messages(fields: Fields) -> list[dict[str, Any]]:
     return [{"role": "system", "content": instructions}, *turns] if instructions else turns
 
 
+def _without_volatile(text: str) -> str:
+    if VOLATILE not in text:
+        return text
+    return "\n".join(line for line in text.split("\n") if not line.startswith(VOLATILE))
+
+
 def _assistant(message: Fields) -> dict[str, Any]:
     if message.has("function_call"):
         path = message.at("function_call")
         raise UnsupportedParameterError(f"{path}: function calls of this form are not supported; use tool_calls", param=path)
-    content = _content(message) if message.raw.get("content") else ""
+    content = "" if message.raw.get("content") in (None, "", []) else _content(message)
     reasoning = message.string("reasoning_content", None) or message.string("reasoning", None) or ""
     if not reasoning and content.startswith(OPEN) and CLOSE in content:
         reasoning, _, content = content.removeprefix(OPEN).partition(CLOSE)

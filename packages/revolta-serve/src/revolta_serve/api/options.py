@@ -15,7 +15,7 @@ import xxhash
 from revolta_serve.api.errors import UnsupportedParameterError
 from revolta_serve.api.fields import Fields, shown
 from revolta_serve.errors import ContextLengthError, RequestError
-from revolta_serve.text.defaults import GenerationDefaults
+from revolta_serve.text.defaults import MIN_P, TEMPERATURE, TOP_K, TOP_P, GenerationDefaults
 from revolta_serve.text.events import TextOptions
 from revolta_serve.types import SamplingParams
 
@@ -143,13 +143,13 @@ def answer_budget(prompt: int, limit: int, options: Options, default: int | None
 
 
 def _sampling(fields: Fields, defaults: GenerationDefaults) -> SamplingParams:
-    temperature = fields.number("temperature", defaults.temperature, 0, 1e6)
+    temperature = fields.number("temperature", defaults.temperature, TEMPERATURE)
     temperature = 0.0 if temperature < GREEDY_BELOW else max(temperature, COLDEST)
     return SamplingParams(
         temperature=temperature,
-        top_k=max(0, fields.integer("top_k", defaults.top_k, -1, 2**31 - 1)),
-        top_p=fields.number("top_p", defaults.top_p, 0, 1, above=True),
-        min_p=fields.number("min_p", defaults.min_p, 0, 1),
+        top_k=max(0, fields.integer("top_k", defaults.top_k, int(TOP_K.low), int(TOP_K.high))),
+        top_p=fields.number("top_p", defaults.top_p, TOP_P),
+        min_p=fields.number("min_p", defaults.min_p, MIN_P),
     )
 
 

@@ -1,14 +1,16 @@
-"""What chat and completions share in writing answers: ids, usage, and the Renderer both implement."""
+"""What chat and completions share in writing answers: ids, usage, and the renderer both are kinds of."""
 
 import re
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, ClassVar
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 
+from revolta_serve.api.context import Api
 from revolta_serve.api.fields import Fields
 from revolta_serve.api.generation import Prompt
 from revolta_serve.api.options import Options
@@ -17,22 +19,6 @@ from revolta_serve.errors import RequestError
 from revolta_serve.text.events import Answer, AnswerUsage, Event, Finish
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-class Renderer(Protocol):
-    """Writes the events of one request in one dialect."""
-
-    def chunks(self, choice: int, event: Event) -> Iterable[Struct]:
-        """Stream objects for one event."""
-        ...
-
-    def closing(self) -> Iterable[Struct]:
-        """Stream objects after the last event."""
-        ...
-
-    def whole(self, answers: Sequence[Answer]) -> Struct:
-        """The body of an answer that is not streamed."""
-        ...
 
 
 class UsageCount:
@@ -71,6 +57,42 @@ class UsageCount:
         )
 
 
+class Renderer(ABC):
+    """Writes the events of one request in one dialect."""
+
+    streamed: ClassVar[type[Struct]]
+    """What a stream consists of: a struct with the fields of `head`, choices and usage."""
+
+    def __init__(self, api: Api, id: str, prompts: Sequence[Prompt], options: Options) -> None:
+        self.head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": api.name, "system_fingerprint": api.fingerprint}
+        self.options = options
+        self.usage = UsageCount(prompts, options)
+
+    @abstractmethod
+    def chunks(self, choice: int, event: Event) -> Iterable[Struct]:
+        """Stream objects for one event."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> Struct:
+        """The body of an answer that is not streamed."""
+
+    def closing(self) -> Iterable[Struct]:
+        """Stream objects after the last event: the usage, if it was asked for."""
+        if self.options.include_usage:
+            yield self.streamed(**self.head, choices=[], usage=self.usage.usage())
+
+    def chunk(self, part: Struct, **more: Any) -> Struct:
+        """A stream object with one choice, and the usage so far or null where the request asks for usage."""
+        usage: Usage | UnsetType | None = UNSET
+        if self.options.include_usage:
+            usage = self.usage.usage() if self.options.continuous_usage else None
+        return self.streamed(**self.head, choices=[part], usage=usage, **more)
+
+    def token_ids(self, event: Event | Answer) -> tuple[int, ...] | UnsetType:
+        """The ids of an event or answer, where the request asks for them."""
+        return event.tokens if self.options.return_token_ids else UNSET
+
+
 def request_id(request: Request, fields: Fields) -> str:
     """The id of a request: header X-Request-Id, body request_id, else a random one. An unusual header is passed over."""
     header = request.headers.get("x-request-id", "")
@@ -82,8 +104,3 @@ def request_id(request: Request, fields: Fields) -> str:
     if not _ID.fullmatch(given):
         raise RequestError("request_id: expected 1 to 128 letters, digits and . _ : -", param="request_id")
     return given
-
-
-def now() -> int:
-    """Seconds since 1970, as `created` wants them."""
-    return int(time.time())

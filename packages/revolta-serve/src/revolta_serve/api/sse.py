@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from revolta_serve.api.errors import ClientGoneError, error_body, error_response, known
 from revolta_serve.api.generation import Generation
@@ -86,13 +86,6 @@ class WholeAnswer:
         finally:
             self.generation.close()
         await response(scope, receive, send)
-
-
-def respond(generation: Generation, renderer: Renderer, keep_alive: float) -> ASGIApp:
-    """The response in the form the request asked for."""
-    if generation.options.stream:
-        return EventStream(generation, renderer, keep_alive)
-    return WholeAnswer(generation, renderer)
 
 
 async def _write(send: Send, part: bytes) -> None:

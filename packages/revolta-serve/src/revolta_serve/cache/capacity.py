@@ -9,7 +9,7 @@ from revolta_serve.errors import ConfigError
 from revolta_serve.model.model_config import ModelConfig
 
 USUAL_TOKENS = 8192
-"""Context each running request can have at the same time when no memory size is given."""
+"""Context that every running request but one can have beside one of max_model_len when no memory size is given."""
 
 SLOT_SHARE = 0.15
 """Part of the bytes given to slots beyond the running ones: they hold the states that later requests resume from."""
@@ -46,11 +46,17 @@ class Capacity:
         return self.num_blocks / math.ceil(self.max_model_len / BLOCK)
 
     def describe(self) -> str:
-        """Two lines for the start of a server."""
+        """Two lines for the start of a server.
+
+        What is left beside one request of max_model_len matters as much as how many fit: requests without a limit share it while the
+        oldest of them may still grow to that length.
+        """
+        beside = self.tokens - math.ceil(self.max_model_len / BLOCK) * BLOCK
         return (
             f"cache: {self.num_blocks:,} blocks of {BLOCK} tokens = {self.tokens:,} tokens ({_size(self.kv_bytes)}), "
             f"{self.num_slots:,} state slots of {_size(self.slot_bytes)} ({_size(self.state_bytes)}) on each rank\n"
-            f"cache: {self.concurrency:.2f} requests of {self.max_model_len:,} tokens at the same time"
+            f"cache: {self.concurrency:.2f} requests of {self.max_model_len:,} tokens at the same time, "
+            f"or one of them and {beside:,} tokens of others"
         )
 
 
@@ -78,12 +84,12 @@ def plan(
 
     Slots default to 2·max_num_seqs + floor(0.15 · bytes / slot bytes). When that leaves too few blocks for one request of
     max_model_len, slots shrink, but never below max_num_seqs. Without memory_bytes the bytes are those of num_blocks or, without
-    that too, of enough blocks for max_num_seqs requests of min(max_model_len, 8192) tokens and for one of max_model_len.
+    that too, of enough blocks for one request of max_model_len and max_num_seqs - 1 of min(max_model_len, 8192) tokens.
     """
     block, slot = shape.block_bytes, shape.slot_bytes
     longest = math.ceil(max_model_len / BLOCK)
     if not memory_bytes or not block:  # a model without attention layers has blocks of no bytes: as many as could be used
-        wanted = num_blocks or max(longest, max_num_seqs * math.ceil(min(max_model_len, USUAL_TOKENS) / BLOCK))
+        wanted = num_blocks or longest + (max_num_seqs - 1) * math.ceil(min(max_model_len, USUAL_TOKENS) / BLOCK)
         slots = num_slots or _default_slots(_bytes_for(wanted * block, slot, max_num_seqs), slot, max_num_seqs)
         return _checked(Capacity(wanted, slots, block, slot, max_model_len), longest)
     slots = num_slots or max(max_num_seqs, min(_default_slots(memory_bytes, slot, max_num_seqs), (memory_bytes - longest * block) // slot))

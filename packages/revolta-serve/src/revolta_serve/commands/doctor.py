@@ -83,16 +83,19 @@ def requirement(line: str) -> tuple[str, list[str]]:
 
 
 def satisfies(version: str, ranges: list[str]) -> bool:
-    """Whether a release number lies in all ranges (>=, >, <=, <, ==); local and pre-release parts are ignored."""
+    """Whether a release number lies in all ranges (>=, >, <=, <, ==, !=); local and pre-release parts are ignored.
+
+    False for a range of another form: what cannot be judged is not called fine.
+    """
     have = _release(version)
     for part in ranges:
-        match = re.match(r"(>=|<=|==|!=|~=|<|>)\s*([\d.]+)", part)
+        match = re.fullmatch(r"(>=|<=|==|!=|<|>)\s*(\d+(?:\.\d+)*)", part)
         if match is None:
             return False
         want = _release(match[2])
         width = max(len(have), len(want))
         a, b = have + (0,) * (width - len(have)), want + (0,) * (width - len(want))
-        ok = {">=": a >= b, "<=": a <= b, "==": a == b, "!=": a != b, "<": a < b, ">": a > b, "~=": a >= b and have[:1] == want[:1]}
+        ok = {">=": a >= b, "<=": a <= b, "==": a == b, "!=": a != b, "<": a < b, ">": a > b}
         if not ok[match[1]]:
             return False
     return True

@@ -1,15 +1,17 @@
 """generate: one prompt through the same scheduler and runner as the server's, in this process."""
 
+import os
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revolta_serve.api.options import choice_seed
+from revolta_serve.api.options import COLDEST, GREEDY_BELOW, INT64, choice_seed
 from revolta_serve.cache.capacity import capacity
 from revolta_serve.commands.serve import Checked, check
 from revolta_serve.config import ServeConfig
+from revolta_serve.engine.channel import Channel
 from revolta_serve.engine.core import EngineCore, limits
 from revolta_serve.engine.worker import local
 from revolta_serve.errors import ConfigError, EngineError
@@ -20,6 +22,10 @@ from revolta_serve.types import GenerateRequest, SamplingParams, Slice
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+HOTTEST = 1e6
+"""Largest temperature, as in the API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +44,27 @@ class Job:
 
 
 def generate(config: ServeConfig, job: Job) -> int:
-    """Generate and print; returns the exit code. Raises ConfigError, CheckpointError, RequestError, EngineError."""
+    """Generate and print; returns the exit code. Raises ConfigError, CheckpointError, RequestError, EngineError.
+
+    Whatever can be refused is refused before the weights are loaded.
+    """
     if config.parallel.tensor > 1:
         raise ConfigError(f"generate runs in one process, parallel.tensor={config.parallel.tensor} needs a server; use tensor=1")
     alone = replace(config, schedule=replace(config.schedule, max_num_seqs=1))
+    sampling = _sampling(job)
+    if job.logits is not None:
+        _check_writable(job.logits)
     checked = check(alone)
     model = ModelConfig.load(alone.model.path)
     prompt = _prompt(job, checked, model.vocab)
+    longest = checked.config.schedule.max_model_len
+    if len(prompt) + job.max_tokens > longest:
+        left = f"ask for at most {longest - len(prompt)} tokens" if len(prompt) < longest else "shorten the prompt"
+        raise ConfigError(f"{len(prompt)} prompt tokens and --max-tokens {job.max_tokens} are more than max_model_len={longest}; {left}")
+    ranks: list[Channel] = []
+    core = EngineCore(Scheduler(limits(checked.config, model, capacity(checked.config, model))), ranks)
+    stops = () if job.ignore_eos else checked.defaults.stop_ids
+    core.submit(GenerateRequest(id="offline", prompt=prompt, max_tokens=job.max_tokens, sampling=sampling, stop_token_ids=stops))
 
     from revolta_serve.runner.progress import LoadProgress
     from revolta_serve.runner.runner import Runner
@@ -56,20 +76,11 @@ def generate(config: ServeConfig, job: Job) -> int:
     rows: list[Tensor] = []
 
     def tap(piece: Slice, judged: "Tensor") -> None:
-        rows.append(judged[-1])
+        rows.append(judged)
 
     if job.logits is not None:
         runner.tap = tap
-    core = EngineCore(Scheduler(limits(checked.config, model, capacity(checked.config, model))), [local(runner)])
-    core.submit(
-        GenerateRequest(
-            id="offline",
-            prompt=prompt,
-            max_tokens=job.max_tokens,
-            sampling=SamplingParams(temperature=job.temperature, seed=choice_seed(job.seed, 0)),
-            stop_token_ids=() if job.ignore_eos else checked.defaults.stop_ids,
-        )
-    )
+    ranks.append(local(runner))
     tokens, first = _run(core, None if job.token_ids else Detokenizer(checked.tokenizer))
     ended = time.perf_counter()
     if job.logits is not None:
@@ -98,6 +109,30 @@ def _run(core: EngineCore, text: Detokenizer | None) -> tuple[list[int], float]:
     return tokens, first
 
 
+def _sampling(job: Job) -> SamplingParams:
+    """As the API reads the same fields: almost zero is greedy, and no temperature is so low that logits overflow."""
+    if not 0 <= job.temperature <= HOTTEST:
+        raise ConfigError(f"--temperature {job.temperature:g} must be a number in [0, {HOTTEST:g}]; 0 is greedy")
+    low, high = INT64
+    if not low <= job.seed <= high:
+        raise ConfigError(f"--seed {job.seed} must be an integer of 64 bits, in [{low}, {high}]")
+    temperature = 0.0 if job.temperature < GREEDY_BELOW else max(job.temperature, COLDEST)
+    return SamplingParams(temperature=temperature, seed=choice_seed(job.seed, 0))
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ConfigError for a file that could not be written after all the work.
+
+    What is no plain file is refused, /dev/null too: the library moves a finished file into its place.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--logits {path} exists and is no plain file; name another")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--logits {path}: there is no directory {path.parent}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--logits {path} may not be written; choose another place")
+
+
 def _prompt(job: Job, checked: Checked, vocab: int) -> tuple[int, ...]:
     if bool(job.prompt) == bool(job.token_ids):
         raise ConfigError("generate needs one of --prompt and --token-ids")
@@ -114,6 +149,10 @@ def _prompt(job: Job, checked: Checked, vocab: int) -> tuple[int, ...]:
 
 def _save(path: Path, rows: "list[Tensor]", tokens: list[int], prompt: tuple[int, ...]) -> None:
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file({"logits": torch.stack(rows), "tokens": torch.tensor(tokens), "prompt": torch.tensor(prompt)}, path)
+    try:
+        save_file({"logits": torch.stack(rows), "tokens": torch.tensor(tokens), "prompt": torch.tensor(prompt)}, path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--logits {path} could not be written ({error}); choose another place") from None

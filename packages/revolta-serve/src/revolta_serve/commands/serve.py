@@ -21,6 +21,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from revolta_serve.api.app import create_app
+from revolta_serve.api.connection import Connection
 from revolta_serve.cache.capacity import Capacity, capacity
 from revolta_serve.config import ApiConfig, ServeConfig
 from revolta_serve.engine.client import COMMAND, EngineClient
@@ -62,7 +63,8 @@ def check(config: ServeConfig) -> Checked:
     config = config.resolve(model)
     CheckpointIndex.open(path)
     tokenizer = Tokenizer.load(path)
-    return Checked(config, capacity(config, model), tokenizer, ChatTemplate.load(path, tokenizer), GenerationDefaults.load(path))
+    template, defaults = ChatTemplate.load(path, tokenizer), GenerationDefaults.load(path, tokenizer.size)
+    return Checked(config, capacity(config, model), tokenizer, template, defaults)
 
 
 def bind(api: ApiConfig) -> socket.socket:
@@ -70,8 +72,11 @@ def bind(api: ApiConfig) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(api.host, api.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"api.host={api.host!r} is no address of this machine ({error.strerror or error})") from error
+    except (OSError, ValueError) as error:  # ValueError: no name at all, too long a label or a null character in it
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(
+            f"api.host={api.host!r} is no address of this machine ({reason}); give one with --host, 0.0.0.0 for all"
+        ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -131,7 +136,7 @@ class _Serving:
         self.server = _Uvicorn(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -141,6 +146,9 @@ class _Serving:
             )
         )
         self.stopping: asyncio.Task[None] | None = None
+        self.killing: asyncio.Task[None] | None = None
+        self.at_once = False
+        """A second signal has come: what still runs is given up."""
         self.began = time.monotonic()
 
     async def run(self) -> int:
@@ -179,7 +187,7 @@ class _Serving:
             visit.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await visit
-        if self.stopping is not None and code == 0:
+        if self.stopping is not None and (code == 0 or self.at_once):
             return 0
         print(f"revolta-serve: error: {self.client.reason}; the server ends", file=sys.stderr)
         return DIED_SERVING
@@ -197,9 +205,12 @@ class _Serving:
         if self.stopping is None:
             log.info("stopping: running requests have %g s", self.config.api.shutdown_timeout)
             self.stopping = asyncio.create_task(self._stop())
-        else:
+        elif not self.at_once:
+            log.warning("stopping at once, as a second signal asks: running requests are given up")
+            self.at_once = True
+            self.client.reason = "the server was told to stop at once"  # what clients are told: without it, how the engine was ended
             self.server.force_exit = True
-            self.stopping = asyncio.create_task(self._kill())
+            self.killing = asyncio.create_task(self._kill())
 
     async def _stop(self) -> None:
         await self.client.drain(self.config.api.shutdown_timeout)

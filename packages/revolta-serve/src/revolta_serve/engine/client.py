@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from subprocess import Popen
 from typing import Any, Literal
 
@@ -79,6 +80,14 @@ class Stream:
         self._queue.put_nowait(output)
 
 
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """A Submit that has not been answered."""
+
+    done: "asyncio.Future[None]"
+    ids: tuple[str, ...]
+
+
 class EngineClient:
     """Use from one event loop, in a thread that lives as long as the engine: await start(), ready(), requests, then close()."""
 
@@ -93,7 +102,8 @@ class EngineClient:
         self.reports: tuple[StartupReport, ...] = ()
         self._status = EngineStatus()
         self._streams: dict[str, Stream] = {}
-        self._admissions: dict[str, asyncio.Future[None]] = {}
+        self._admissions: dict[int, _Admission] = {}
+        self._tickets = itertools.count()
         self._child: Popen[bytes] | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         self._folder = ""
@@ -128,24 +138,29 @@ class EngineClient:
         """Wait until requests may come. Raises EngineUnavailableError with the reason if the engine ends first."""
         return await asyncio.shield(self._ready)
 
-    async def submit(self, request: GenerateRequest) -> Stream:
-        """Queue a request; returns when the engine has admitted it to its queue.
+    async def submit(self, requests: Sequence[GenerateRequest]) -> list[AsyncIterator[Output]]:
+        """Queue requests, all or none; returns their streams, in order, when the engine has admitted them to its queue.
 
         Raises RequestError (malformed, too long, queue full) or EngineUnavailableError (starting, draining, dead).
         """
         if self.phase != "ready":
             raise EngineUnavailableError(self._unavailable())
-        if request.id in self._streams:
-            raise RequestError(f"request id {request.id!r} is already in use; choose another")
-        stream = self._streams[request.id] = Stream(self, request.id)
-        admission = self._admissions[request.id] = self._loop.create_future()
-        self._send(Submit(request))
+        streams: dict[str, Stream] = {}
+        for request in requests:
+            if request.id in self._streams or request.id in streams:
+                raise RequestError(f"request id {request.id!r} is already in use; choose another")
+            streams[request.id] = Stream(self, request.id)
+        self._streams |= streams
+        ticket, done = next(self._tickets), self._loop.create_future()
+        self._admissions[ticket] = _Admission(done, tuple(streams))
+        self._send(Submit(ticket, tuple(requests)))
         try:
-            await admission
+            await done
         except asyncio.CancelledError:
-            self.abort(request.id)
+            for id in streams:
+                self.abort(id)
             raise
-        return stream
+        return list(streams.values())
 
     def abort(self, id: str) -> None:
         """End a request; its stream's last output says so. Nothing happens if it has already ended."""
@@ -205,15 +220,16 @@ class EngineClient:
                 if stream is not None:
                     stream.put(output)
         elif isinstance(event, Admitted | Refused):
-            admission = self._admissions.pop(event.id)
+            admission = self._admissions.pop(event.ticket)
             if isinstance(event, Refused):
-                del self._streams[event.id]
-            if admission.done():
-                return  # its caller has gone; the abort is on its way
+                for id in admission.ids:
+                    del self._streams[id]
+            if admission.done.done():
+                return  # its caller has gone; the aborts are on their way
             if isinstance(event, Refused):
-                admission.set_exception(event.exception())
+                admission.done.set_exception(event.exception())
             else:
-                admission.set_result(None)
+                admission.done.set_result(None)
         elif isinstance(event, Heartbeat):
             self._status, self._last_beat = event.status, time.monotonic()
         elif isinstance(event, Ready):
@@ -268,8 +284,8 @@ class EngineClient:
     def _fail_everything(self) -> None:
         error = EngineUnavailableError(f"the engine is dead: {self.reason}")
         for admission in self._admissions.values():
-            if not admission.done():
-                admission.set_exception(error)
+            if not admission.done.done():
+                admission.done.set_exception(error)
         for stream in self._streams.values():
             stream.put(Output(id=stream.id, finish="error", error=error.message))
         self._admissions.clear()

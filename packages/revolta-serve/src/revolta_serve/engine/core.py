@@ -56,11 +56,11 @@ class EngineCore:
         """Counts as of now."""
         return self.scheduler.status
 
-    def submit(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises RequestError, or EngineUnavailableError while draining."""
+    def submit(self, *requests: GenerateRequest) -> None:
+        """Queue requests, all or none. Raises RequestError, or EngineUnavailableError while draining."""
         if not self.accepting:
             raise EngineUnavailableError("the server is shutting down")
-        self.scheduler.add(request)
+        self.scheduler.add(requests)
 
     def abort(self, id: str) -> Output | None:
         """End a request; None if it has already ended."""

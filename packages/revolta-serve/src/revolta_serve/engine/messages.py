@@ -9,9 +9,11 @@ from revolta_serve.types import EngineStatus, GenerateRequest, Output, StartupRe
 
 
 class Submit(Struct, frozen=True, tag=True):
-    """api: queue this request. Answered by Admitted or Refused, then by Outputs."""
+    """api: queue these requests, all or none. Answered by Admitted or Refused with the same ticket, then by Outputs."""
 
-    request: GenerateRequest
+    ticket: int
+    """A number the client gives to this message."""
+    requests: tuple[GenerateRequest, ...]
 
 
 class Abort(Struct, frozen=True, tag=True):
@@ -33,22 +35,22 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class Admitted(Struct, frozen=True, tag=True):
-    """engine: the request is in the queue."""
+    """engine: the requests of this ticket are in the queue."""
 
-    id: str
+    ticket: int
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """engine: the request will not run; `error` is the name of a class in errors.py."""
+    """engine: the requests of this ticket will not run; `error` is the name of a class in errors.py."""
 
-    id: str
+    ticket: int
     error: str
     message: str
 
     @classmethod
-    def of(cls, id: str, error: RevoltaError) -> "Refused":
+    def of(cls, ticket: int, error: RevoltaError) -> "Refused":
         """The message that carries an error to the api process."""
-        return cls(id, type(error).__name__, error.message)
+        return cls(ticket, type(error).__name__, error.message)
 
     def exception(self) -> RevoltaError:
         """The error again; an EngineError if the class is not known."""

@@ -137,6 +137,11 @@ class _Engine:
             made, wanted = (report.num_blocks, report.num_slots), (planned.num_blocks, planned.num_slots)
             if made != wanted:
                 raise EngineError(f"rank {report.rank} has (blocks, slots) {made}, the plan says {wanted}")
+            if report.fingerprint != reports[0].fingerprint:
+                raise EngineError(
+                    f"rank {report.rank} has loaded a checkpoint with fingerprint {report.fingerprint}, rank 0 one with "
+                    f"{reports[0].fingerprint}: the files in {self.config.model.path} were replaced while they were loaded; start again"
+                )
         for channel in remote:
             channel.wait()  # from here on the files of the sockets are not needed
         self.core = EngineCore(Scheduler(limits(self.config, model, planned)), [worker.local(runner), *remote])

@@ -57,13 +57,12 @@ class Service:
 
     def _handle(self, command: Command) -> None:
         if isinstance(command, Submit):
-            id = command.request.id
             try:
-                self.core.submit(command.request)
+                self.core.submit(*command.requests)
             except RevoltaError as error:
-                self.api.send(Refused.of(id, error))
+                self.api.send(Refused.of(command.ticket, error))
             else:
-                self.api.send(Admitted(id))
+                self.api.send(Admitted(command.ticket))
         elif isinstance(command, Abort):
             output = self.core.abort(command.id)
             self._send([output] if output is not None else [])

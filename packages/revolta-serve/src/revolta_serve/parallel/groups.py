@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -81,12 +80,3 @@ def close_groups(groups: Groups) -> None:
     """Leave the process groups; a no-op for a single rank."""
     if groups.tensor.handle is not None:
         dist.destroy_process_group()
-
-
-def same_on_all(group: Group, value: bytes) -> bool:
-    """True if every rank of the group passed the same bytes (compared by length and content)."""
-    if group.handle is None:
-        return True
-    word = torch.frombuffer(bytearray(value[:64].ljust(64, b"\0")), dtype=torch.uint8)
-    parts = group.gather(word)
-    return bool((parts == parts[0]).all())

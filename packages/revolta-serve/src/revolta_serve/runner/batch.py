@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from revolta_serve.cache.layout import BLOCK
-from revolta_serve.model.batch import Batch, Kind
+from revolta_serve.errors import EngineError
+from revolta_serve.model.batch import Batch
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.model.rope import Rotary
 from revolta_serve.parallel.groups import Group
@@ -40,13 +41,18 @@ class BatchBuilder:
     def __init__(self, config: ModelConfig, rotary: Rotary, context: Group, requests: int, blocks_per_request: int) -> None:
         self.config, self.rotary, self.context = config, rotary, context
         self.table = np.zeros((requests, blocks_per_request), dtype=np.int32)
-        self.lengths = np.zeros(requests, dtype=np.int64)
+        self.lengths = [0] * requests
         self.free = list(range(requests))
         self.row_of: dict[int, int] = {}
 
     def admit(self, piece: Slice) -> None:
-        """Append the slice's new blocks to its request's table, giving the request a table row on first sight."""
+        """Append the slice's new blocks to its request's table, giving the request a table row on first sight.
+
+        Raises EngineError for a first sight of a number that is still held: its blocks would become another request's.
+        """
         row = self.row_of.get(piece.request)
+        if row is not None and piece.sampling is not None:
+            raise EngineError(f"request number {piece.request} is new in this step but already known here; forget it first")
         if row is None:
             row = self.row_of[piece.request] = self.free.pop()
             self.lengths[row] = 0
@@ -62,21 +68,46 @@ class BatchBuilder:
             self.free.append(row)
 
     def decode(self, slices: Sequence[Slice]) -> tuple[Batch, Rows]:
-        """One row a request, in slice order. Products that need whole tiles pad by themselves."""
-        count = len(slices)
-        rows = Rows(list(range(count)), [1] * count, count)
-        return self._build("decode", slices, rows), rows
+        """One row a request, in slice order. Products that need whole tiles pad by themselves.
+
+        A few rows are laid out in Python numbers: every numpy call that this saves costs as much as a row.
+        """
+        c, count, ranks, ratio = self.config, len(slices), self.context.size, self.config.index_ratio
+        places, window, vectors, indices, angles, opening = [], [], [], [], [], []
+        for n, piece in enumerate(slices):
+            p, row = piece.start, self.row_of[piece.request]
+            block, offset = self.table.item(row, p // BLOCK), p % BLOCK
+            here, closes = p % ranks == self.context.rank, (p + 1) % ratio == 0
+            places.append(row)
+            window.append(piece.tokens + piece.before)
+            vectors.append((p, n, (p + 1) // ratio, piece.slot, 1, piece.fresh))
+            kv = block * (BLOCK // ranks) + offset // ranks if here else -1
+            key = block * (BLOCK // ratio) + offset // ratio if closes else -1
+            indices.append((piece.tokens[0], kv, key))
+            angles.append(p + piece.rope_delta)
+            opening.append(p // ratio * ratio + piece.rope_delta)
+        table = self.table[places, : max(1, *(self.lengths[row] for row in places))]
+        position, number, visible, slot, one, fresh = torch.from_numpy(np.array(vectors, np.int32).T.copy()).unbind(0)
+        ids, kv_index, key_index = torch.from_numpy(np.array(indices, np.int64).T.copy()).unbind(0)
+        cos, sin, block_cos, block_sin = self._factors(np.array(angles + opening, np.int64))
+        batch = Batch(
+            kind="decode", ids=ids, context=torch.from_numpy(np.array(window, np.int64)), position=position,
+            cos=cos, sin=sin, block_cos=block_cos, block_sin=block_sin, request=number, block_table=torch.from_numpy(table),
+            kv_index=kv_index, key_index=key_index, visible=visible, row_slot=slot, first=number,
+            slot=slot, start=number, rows=one, fresh=fresh, sparse=max(piece.start for piece in slices) >= c.dense_positions,
+        )  # fmt: skip
+        return batch, Rows(list(range(count)), [1] * count, count)
 
     def prefill(self, slices: Sequence[Slice]) -> tuple[Batch, Rows]:
         """One ragged pass: every slice has its own 64-row tiles."""
         first, end = [], 0
         for piece in slices:
             first.append(end)
-            end += -(-len(piece.tokens) // TILE["prefill"]) * TILE["prefill"]
+            end += _padded(len(piece.tokens))
         rows = Rows(first, [len(piece.tokens) for piece in slices], end)
-        return self._build("prefill", slices, rows), rows
+        return self._tiles(slices, rows), rows
 
-    def _build(self, kind: Kind, slices: Sequence[Slice], rows: Rows) -> Batch:
+    def _tiles(self, slices: Sequence[Slice], rows: Rows) -> Batch:
         c, total = self.config, rows.total
         window: Ints = np.full((total, c.ngram), c.eos, dtype=np.int64)
         position: Ints = np.full(total, -1, dtype=np.int64)
@@ -85,7 +116,7 @@ class BatchBuilder:
         row_slot = np.full(total, -1, dtype=np.int32)
         first = np.zeros(total, dtype=np.int32)
         per_sequence = np.zeros((4, len(slices)), dtype=np.int32)
-        tables = np.zeros(len(slices), dtype=np.int64)
+        tables = [self.row_of[piece.request] for piece in slices]
         for n, (piece, begin, count) in enumerate(zip(slices, rows.first, rows.counts, strict=True)):
             span = slice(begin, begin + count)
             history = np.array(piece.before[::-1] + piece.tokens, dtype=np.int64)
@@ -93,16 +124,15 @@ class BatchBuilder:
                 window[span, back] = history[c.ngram - 1 - back : c.ngram - 1 - back + count]
             position[span] = np.arange(piece.start, piece.start + count)
             rope[span] = piece.rope_delta
-            request[begin : begin + self._padded(kind, count)] = n
+            request[begin : begin + _padded(count)] = n
             row_slot[span], first[span] = piece.slot, begin
             per_sequence[:, n] = piece.slot, begin, count, piece.fresh
-            tables[n] = self.row_of[piece.request]
-        table = self.table[tables, : max(1, int(self.lengths[tables].max()))]
+        table = self.table[tables, : max(1, *(self.lengths[row] for row in tables))]
         kv_index, key_index = self._indices(position, table, request)
         cos, sin, block_cos, block_sin = self._rotate(position, rope)
         slot, start, valid, fresh = (torch.from_numpy(vector) for vector in per_sequence)
         return Batch(
-            kind=kind,
+            kind="prefill",
             ids=torch.from_numpy(np.ascontiguousarray(window[:, 0])),
             context=torch.from_numpy(window),
             position=torch.from_numpy(position.astype(np.int32)),
@@ -124,11 +154,6 @@ class BatchBuilder:
             sparse=bool(position.max() >= c.dense_positions),
         )
 
-    @staticmethod
-    def _padded(kind: Kind, count: int) -> int:
-        """Rows that belong to a sequence with its padding."""
-        return count if kind == "decode" else -(-count // TILE["prefill"]) * TILE["prefill"]
-
     def _indices(self, position: Ints, table: NDArray[np.int32], request: Ints) -> tuple[Tensor, Tensor]:
         """Flat pool indices of each row's K/V on this rank and of the index key it completes; -1 for none."""
         ratio, ranks = self.config.index_ratio, self.context.size
@@ -145,6 +170,15 @@ class BatchBuilder:
         """cos and sin at each row and at the first token of its index block, all axes equal (text)."""
         ratio = self.config.index_ratio
         p = np.maximum(position, 0)
-        cos, sin = self.rotary(np.broadcast_to(np.concatenate([p + rope, p // ratio * ratio + rope]), (3, 2 * len(p))))
+        return self._factors(np.concatenate([p + rope, p // ratio * ratio + rope]))
+
+    def _factors(self, angles: Ints) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """cos and sin at the first half of `angles`, then cos and sin at the second half."""
+        cos, sin = self.rotary(angles[None].repeat(3, 0))
         (cos, block_cos), (sin, block_sin) = cos.chunk(2), sin.chunk(2)
         return cos, sin, block_cos, block_sin
+
+
+def _padded(count: int) -> int:
+    """Rows of a prefill slice with its padding."""
+    return -(-count // TILE["prefill"]) * TILE["prefill"]

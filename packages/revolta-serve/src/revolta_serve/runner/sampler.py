@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from revolta_serve.types import SamplingParams, Slice
 from sm70kernels import process_logits, sample_verify
 
-PER_ROW = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+PER_ROW = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
 """Parameters that process_logits takes per row, in its order."""
 
 
@@ -30,18 +31,19 @@ class Sampler:
     def __call__(self, logits: Tensor, slices: Sequence[Slice]) -> list[int]:
         """Draw the next token of each slice from logits f32[N, V], which are modified in place."""
         params = [self.params[piece.request] for piece in slices]
-        temperature = torch.tensor([p.temperature for p in params])
+        count = len(params)
+        temperature = torch.from_numpy(np.array([p.temperature for p in params], np.float32))
         if any(p.temperature > 0 for p in params):
-            per_row = [torch.tensor([getattr(p, name) for p in params], dtype=dtype) for name, dtype in PER_ROW.items()]
+            per_row = [torch.from_numpy(np.array([getattr(p, name) for p in params], dtype)) for name, dtype in PER_ROW.items()]
             process_logits(logits, *per_row)
         # A verify step of one row: no draft to accept, one token to draw at the position after the slice.
         tokens, _ = sample_verify(
             logits.unsqueeze(1),
-            torch.tensor([p.seed for p in params]),
-            torch.tensor([piece.start + len(piece.tokens) for piece in slices], dtype=torch.int32),
+            torch.from_numpy(np.array([p.seed for p in params], np.int64)),
+            torch.from_numpy(np.array([piece.start + len(piece.tokens) for piece in slices], np.int32)),
             temperature,
-            torch.full((len(slices), 1), -1, dtype=torch.int32),
-            torch.ones(len(slices), dtype=torch.int32),
+            torch.from_numpy(np.full((count, 1), -1, np.int32)),
+            torch.from_numpy(np.ones(count, np.int32)),
         )
         drawn: list[int] = tokens.squeeze(1).tolist()
         return drawn

@@ -20,7 +20,7 @@ class Request:
     computed: int = 0
     """Tokens whose K, V and state are stored."""
     blocks: int = 0
-    """Token blocks taken."""
+    """Token blocks handed out to its slices."""
     slot: int = -1
     """State slot; -1 while waiting."""
 

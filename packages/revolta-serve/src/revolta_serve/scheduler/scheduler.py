@@ -1,11 +1,13 @@
 """Which rows each step computes: continuous batching over a token budget, decode rows first, prompts in chunks on the grid.
 
-A request enters when a state slot and all the blocks it may ever need are free, in order of arrival; so whatever runs can finish.
-The work of a call is proportional to the rows it plans, never to the length of a context.
+A request enters, in order of arrival, when a state slot is free and the block pool grants the blocks of its prompt. The blocks of its
+answer it claims one by one; where one is refused, the request sits out the step and nothing of it is lost. The pool's rule lets the
+oldest request always go on, so whatever runs finishes. The work of a call is proportional to the requests that run and the rows it
+plans, never to the length of a context.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from revolta_serve.cache.block_pool import BlockPool
@@ -13,7 +15,7 @@ from revolta_serve.cache.state_pool import StatePool
 from revolta_serve.errors import ContextLengthError, EngineError, QueueFullError, RequestError
 from revolta_serve.scheduler.plan import blocks_for, make_slice, prefill_rows
 from revolta_serve.scheduler.request import Request
-from revolta_serve.types import EngineStatus, FinishReason, GenerateRequest, Output, Slice, SliceResult, StepPlan, StepResult
+from revolta_serve.types import EngineStatus, GenerateRequest, Output, Slice, SliceResult, StepPlan, StepResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self._live: dict[str, Request] = {}
         self._forget: list[int] = []
+        self._stalled: set[int] = set()
         self._planned: StepPlan | None = None
         self._numbers = self._steps = self._prompt_tokens = self._generated_tokens = 0
 
@@ -64,6 +67,7 @@ class Scheduler:
         return EngineStatus(
             running=len(self.running),
             waiting=len(self.waiting),
+            stalled=len(self._stalled),
             blocks_used=self.blocks.num_owned,
             blocks_total=self.blocks.num_blocks,
             slots_used=self.slots.num_owned,
@@ -73,37 +77,37 @@ class Scheduler:
             generated_tokens=self._generated_tokens,
         )
 
-    def add(self, source: GenerateRequest) -> None:
-        """Queue a request.
+    def add(self, sources: Sequence[GenerateRequest]) -> None:
+        """Queue requests, all of them or, on an error, none.
 
-        Raises ContextLengthError if it can never fit, QueueFullError if too many wait, RequestError if it is malformed.
+        Raises ContextLengthError if one can never fit, RequestError if one is malformed or they are more than can ever be queued,
+        QueueFullError if they are more than can be queued now.
         """
-        limits, prompt = self.limits, len(source.prompt)
-        if source.id in self._live:
-            raise RequestError(f"request id {source.id!r} is already in use; choose another")
-        if not prompt or source.max_tokens < 1:
-            raise RequestError(f"a request needs a prompt and max_tokens of at least 1, got {prompt} and {source.max_tokens}")
-        if prompt >= limits.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {prompt} tokens, but the maximum context length is {limits.max_model_len} with one token of answer"
-            )
+        ids = [source.id for source in sources]
+        for number, id in enumerate(ids):
+            if id in self._live or id in ids[:number]:
+                raise RequestError(f"request id {id!r} is already in use; choose another")
+        requests = [self._checked(self._numbers + number, source) for number, source in enumerate(sources)]
+        limits, waiting = self.limits, len(self.waiting)
         # Drained between steps only, so the queue may hold what the next step will admit: those do not count as waiting.
-        admissible = max(0, limits.max_num_seqs - len(self.running))
-        if len(self.waiting) >= limits.max_queue + admissible:
-            raise QueueFullError(f"{len(self.waiting)} requests are waiting, the limit is {limits.max_queue}; try again later")
-        request = Request.admit(self._numbers, source, limits.max_model_len)
-        needed = blocks_for(request.stored_at_most)
-        if needed > limits.num_blocks:
-            raise ContextLengthError(
-                f"prompt and answer of {request.limit} tokens need {needed} blocks of the {limits.num_blocks} in the cache; "
-                "lower max_tokens or raise cache.memory_bytes"
+        if len(requests) > limits.max_queue + max(0, limits.max_num_seqs - len(self.running)) - waiting:
+            most = limits.max_queue + limits.max_num_seqs
+            if len(requests) > most:
+                raise RequestError(f"{len(requests)} answers are asked for at once, the server never takes more than {most}; ask for fewer")
+            raise QueueFullError(
+                f"no room in the queue for {len(requests)} more: {waiting} requests are waiting, the limit is {limits.max_queue}; "
+                "try again later"
             )
-        self._numbers += 1
-        self.waiting.append(request)
-        self._live[source.id] = request
+        self._numbers += len(requests)
+        self.waiting += requests
+        self._live |= zip(ids, requests, strict=True)
 
     def abort(self, id: str) -> Output | None:
-        """End a request wherever it is and free what it holds. None for one that is unknown or has already ended."""
+        """End a request wherever it is and free what it holds. None for one that is unknown or has already ended.
+
+        Raises EngineError while a step is open: its rows are being written into what would be freed.
+        """
+        self._between_steps()
         request = self._live.get(id)
         return None if request is None else self._end(request, Output(id=id, finish="abort"))
 
@@ -114,14 +118,19 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to compute. Raises EngineError if the previous plan is still open."""
-        if self._planned is not None:
-            raise EngineError(f"step {self._planned.step} has not been answered")
+        self._between_steps()
+        self._stalled.clear()
         slices: list[Slice] = []
         budget = self.limits.max_num_batched_tokens
         for request in self.running.values():
-            if request.decoding:
-                slices.append(self._slice(request, 1))
-                budget -= 1
+            if not request.decoding:
+                continue
+            missing = blocks_for(request.computed + 1) - request.blocks
+            if missing and not self.blocks.claim(request.number, missing):
+                self._stalled.add(request.number)
+                continue
+            slices.append(self._slice(request, 1))
+            budget -= 1
         room = min(budget, self.limits.prefill_cap) if slices else budget
         for request in self._prefills():
             rows = prefill_rows(request.prompt_length - request.computed, room)
@@ -146,12 +155,31 @@ class Scheduler:
         self._planned = None
         outputs = []
         for piece, answer in zip(plan.slices, result.slices, strict=True):
-            request = self.running.get(piece.request)
-            if request is None:
-                continue  # aborted while the step ran: its tokens belong to nobody
-            if (output := self._advance(request, piece, answer)) is not None:
+            if (output := self._advance(self.running[piece.request], piece, answer)) is not None:
                 outputs.append(output)
         return outputs
+
+    def _between_steps(self) -> None:
+        if self._planned is not None:
+            raise EngineError(f"step {self._planned.step} has not been answered")
+
+    def _checked(self, number: int, source: GenerateRequest) -> Request:
+        """The record of a request that can run. Raises RequestError or ContextLengthError."""
+        limits, prompt = self.limits, len(source.prompt)
+        if not prompt or source.max_tokens < 1:
+            raise RequestError(f"a request needs a prompt and max_tokens of at least 1, got {prompt} and {source.max_tokens}")
+        if prompt >= limits.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {prompt} tokens, but the maximum context length is {limits.max_model_len} with one token of answer"
+            )
+        request = Request.admit(number, source, limits.max_model_len)
+        needed = blocks_for(request.stored_at_most)
+        if needed > limits.num_blocks:
+            raise ContextLengthError(
+                f"prompt and answer of {request.limit} tokens need {needed} blocks of the {limits.num_blocks} in the cache; "
+                "lower max_tokens or raise cache.memory_bytes"
+            )
+        return request
 
     def _prefills(self) -> Iterable[Request]:
         """Requests with prompt left, running ones first, then the queue."""
@@ -163,12 +191,15 @@ class Scheduler:
                 return  # it could not start: nobody overtakes the head of the queue
 
     def _start(self, request: Request) -> bool:
-        """Move the head of the queue to the running requests if a slot and all its blocks are free."""
-        needed = blocks_for(request.stored_at_most)
-        if len(self.running) >= self.limits.max_num_seqs or not self.slots.num_free or not self.blocks.can_reserve(needed):
+        """Move the head of the queue to the running requests if a slot is free and it may have the blocks of its prompt.
+
+        All of them, though its first slice may need fewer: a prompt that stopped half-way would hold blocks for nothing.
+        """
+        if len(self.running) >= self.limits.max_num_seqs or not self.slots.num_free:
+            return False
+        if not self.blocks.enter(request.number, blocks_for(request.stored_at_most), blocks_for(request.prompt_length)):
             return False
         self.waiting.popleft()
-        self.blocks.reserve(request.number, needed)
         request.slot = self.slots.allocate(request.number)
         self.running[request.number] = request
         return True
@@ -183,23 +214,17 @@ class Scheduler:
         id, rows = request.source.id, len(piece.tokens)
         if answer.corrupt:
             return self._end(request, Output(id=id, finish="error", error="the model produced numbers that are not finite"))
-        if bool(answer.tokens) != piece.sample:
+        if len(answer.tokens) != piece.sample:
             raise EngineError(f"request {id}: {len(answer.tokens)} tokens for a slice that asks for {'one' if piece.sample else 'none'}")
         request.computed += rows
         if piece.kind == "prefill":
             self._prompt_tokens += rows
         if not answer.tokens:
             return None
-        accepted: list[int] = []
-        finish: FinishReason | None = None
-        for token in answer.tokens:
-            accepted.append(token)
-            finish = request.append(token)
-            if finish is not None:
-                break
-        request.computed += len(answer.tokens) - 1  # accepted drafts are stored; without drafts this adds nothing
-        self._generated_tokens += len(accepted)
-        output = Output(id=id, tokens=tuple(accepted), finish=finish, stop_token=accepted[-1] if finish == "stop" else None)
+        (token,) = answer.tokens
+        finish = request.append(token)
+        self._generated_tokens += 1
+        output = Output(id=id, tokens=(token,), finish=finish, stop_token=token if finish == "stop" else None)
         return output if finish is None else self._end(request, output)
 
     def _end(self, request: Request, output: Output) -> Output:
@@ -211,5 +236,6 @@ class Scheduler:
         del self.running[request.number]
         self.blocks.release(request.number)
         self.slots.release(request.number)
+        self._stalled.discard(request.number)
         self._forget.append(request.number)
         return output

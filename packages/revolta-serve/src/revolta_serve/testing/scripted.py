@@ -18,7 +18,8 @@ from torch import Tensor
 from revolta_serve.model import ngram_hash
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.testing.spelling import Context, Layout, Speller
-from revolta_serve.weights.tiny import DTYPES, make_tiny, write_weights
+from revolta_serve.weights.tiny import DTYPES, make_tiny
+from revolta_serve.weights.tiny_files import write_weights
 from revolta_serve.weights.tiny_tokenizer import tokenizer_json
 
 ANSWERS = ("<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -54,7 +55,8 @@ def scripted_checkpoint(
     tokens    size of the tokenizer before new tokens
     shape     further fields of weights.tiny.TinyShape
 
-    Raises ValueError when ids are unknown, or when three tokens are followed by different ones and cannot be respelled.
+    Raises ValueError when ids are unknown, or when three tokens are followed by different ones and cannot be respelled; ConfigError
+    as make_tiny does, above all when `directory` holds another checkpoint.
     """
     speller = Speller(Tokenizer.from_str(tokenizer_json(tokens)), starts=[*ANSWERS, *prompts], bytewise=bytewise)
     layout = speller.spell(script) if isinstance(script, str) else speller.follow(script)

@@ -9,18 +9,13 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from revolta_serve.text.tokenizer import byte_alphabet
+
 Context = tuple[int, int, int]
 """A token and the two before it, newest first, as the n-gram hash sees them."""
 
 _TRIES = 200
 """Search steps per byte of the script before a spelling is given up."""
-
-
-def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies: printable bytes for themselves, the others from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = iter(range(0x100, 0x200))
-    return [chr(b) if b in printable else chr(next(hidden)) for b in range(256)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +36,8 @@ class Speller:
     def __init__(self, tokenizer: Tokenizer, starts: Iterable[str], bytewise: bool) -> None:
         self.tokenizer, self.bytewise = tokenizer, bytewise
         self.starts = [tokenizer.encode(text, add_special_tokens=False).ids for text in starts]
-        self.alphabet = byte_alphabet()
-        byte = {char: b for b, char in enumerate(self.alphabet)}
+        byte = byte_alphabet()
+        self.alphabet = list(byte)
         self.size = tokenizer.get_vocab_size()
         self.control = {token.content.encode(): i for i, token in tokenizer.get_added_tokens_decoder().items()}
         control_ids = set(self.control.values())

@@ -201,13 +201,3 @@ def collect(events: Iterable[Event]) -> Answer:
     reasoning = "".join(parts["reasoning"]) if parts["reasoning"] else None
     content = "".join(parts["content"]) if parts["content"] or reasoning is None else None
     return Answer(content, reasoning, tuple(tokens), finish.reason, finish.stop, finish.usage)
-
-
-def merge(deltas: Sequence[Delta]) -> Delta:
-    """Consecutive deltas of one kind as one."""
-    return Delta(
-        kind=deltas[0].kind,
-        text="".join(delta.text for delta in deltas),
-        tokens=tuple(token for delta in deltas for token in delta.tokens),
-        generated=deltas[-1].generated,
-    )

@@ -22,12 +22,13 @@ Piece = str | int
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Printable character -> byte of byte-level BPE vocabularies (GPT-2's bytes_to_unicode, inverted)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    shifted = (byte for byte in range(256) if byte not in printable)
-    alphabet.update({chr(256 + n): byte for n, byte in enumerate(shifted)})
-    return alphabet
+    """Character -> byte of byte-level BPE vocabularies, in the order of the bytes (GPT-2's bytes_to_unicode, inverted).
+
+    Printable bytes of Latin-1 stand for themselves, the others are the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = iter(range(0x100, 0x200))
+    return {chr(byte if byte in printable else next(hidden)): byte for byte in range(256)}
 
 
 class Tokenizer:

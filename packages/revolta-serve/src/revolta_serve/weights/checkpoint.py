@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from revolta_serve.errors import CheckpointError, ConfigError
@@ -158,7 +158,7 @@ class _Reader:
 
     def _compare(self, parameter: Parameter, piece: Piece, constants: Tensor) -> None:
         raw = self.names[piece.source]
-        stored = self._open(raw).get_tensor(raw)
+        stored = self._read(raw)
         if not torch.equal(stored, constants):
             raise CheckpointError(
                 f"{self._where(raw)}: {raw} holds {stored.tolist()}, config.json implies {constants.tolist()}; "
@@ -169,10 +169,10 @@ class _Reader:
     def _copy(self, parameter: Parameter, piece: Piece, out: Tensor) -> None:
         raw = self.names[piece.source]
         if not piece.take:
-            self._store(parameter, raw, self._open(raw).get_tensor(raw).reshape(()), out)
+            self._store(parameter, raw, self._read(raw).reshape(()), out)
             return self._advance(self._bytes(piece), parameter.name)
         for take, put in _chunks(piece, _READABLE[self.index.tensors[raw].dtype]):
-            data = self._open(raw).get_slice(raw)[tuple(slice(a, b) for a, b in take)]
+            data = self._read(raw, take)
             target = out[tuple(slice(a, b) for a, b in put)]
             self._store(parameter, raw, data.reshape(target.shape), target)
             self._advance(data.nbytes, parameter.name)
@@ -189,12 +189,16 @@ class _Reader:
         if parameter.positive and not bool((target > 0).all()):
             raise CheckpointError(f"{self._where(raw)}: {raw} holds {data.min().item()}; a cache scale must be > 0")
 
-    def _open(self, raw: str) -> Any:
-        """The file of a tensor; it stays open until another one is needed."""
+    def _read(self, raw: str, box: tuple[tuple[int, int], ...] = ()) -> Tensor:
+        """A tensor, or a box of it. Its file stays open until another one is needed."""
         path = self.index.path(raw)
-        if path != self.open_path:
-            self.open_file, self.open_path = safe_open(path, framework="pt"), path
-        return self.open_file
+        try:
+            if path != self.open_path:
+                self.open_file, self.open_path = safe_open(path, framework="pt"), path
+            data: Tensor = self.open_file.get_slice(raw)[tuple(slice(a, b) for a, b in box)] if box else self.open_file.get_tensor(raw)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise CheckpointError(f"{path}: {raw} cannot be read ({error}); download the file again") from None
+        return data
 
     def _bytes(self, piece: Piece) -> int:
         info = self.index.tensors[self.names[piece.source]]

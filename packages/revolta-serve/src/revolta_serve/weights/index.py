@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections import defaultdict
+import os.path
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class CheckpointIndex:
         for file in sorted(set(files.values())):
             if Path(file).name != file:
                 raise CheckpointError(f"{index}: names the file {file!r}; weight files lie in the checkpoint's own directory")
-            if not (where / file).exists():
+            if not os.path.exists(where / file):
                 lost = [name for name, f in files.items() if f == file]
                 raise CheckpointError(f"{where / file}: no such file, but {INDEX} places {some(lost)} there; download it")
             headers[file] = read_header(where / file)
@@ -53,26 +53,15 @@ class CheckpointIndex:
         unlisted = sum(len(header) for header in headers.values()) - len(files)
         return cls(where, {name: headers[file][name] for name, file in files.items()}, files, unlisted)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all listed tensors."""
-        return sum(info.nbytes for info in self.tensors.values())
-
     def path(self, name: str) -> Path:
         """The file that holds tensor `name`."""
         return self.directory / self.files[name]
 
-    def by_part(self) -> dict[str, int]:
-        """Bytes by part of the model: experts, ngram_table, vision, draft, text (everything else)."""
-        sizes: dict[str, int] = defaultdict(int)
-        for name, info in self.tensors.items():
-            sizes[_part(name)] += info.nbytes
-        return dict(sizes)
-
     def fingerprint(self) -> str:
         """Hex digest that tells checkpoints apart: config, every name, dtype and shape, file sizes, and samples of each file's bytes.
 
-        Reads at most 256 KiB a file, so a change of a few bytes may go unseen; another training run does not.
+        Reads at most 256 KiB a file, so a change of a few bytes may go unseen; another training run does not. Raises CheckpointError
+        naming a file that can no longer be read.
         """
         digest = hashlib.blake2b(digest_size=16)
         config = read_json(self.directory / "config.json")
@@ -80,12 +69,15 @@ class CheckpointIndex:
         digest.update(json.dumps([config, tensors], sort_keys=True, separators=(",", ":")).encode())
         for file in sorted(set(self.files.values())):
             path = self.directory / file
-            size = path.stat().st_size
-            digest.update(f"{file}:{size}".encode())
-            with path.open("rb") as data:
-                for i in range(_SAMPLES):
-                    data.seek(max(0, size - _SAMPLE) * i // (_SAMPLES - 1))
-                    digest.update(data.read(_SAMPLE))
+            try:
+                size = path.stat().st_size
+                digest.update(f"{file}:{size}".encode())
+                with path.open("rb") as data:
+                    for i in range(_SAMPLES):
+                        data.seek(max(0, size - _SAMPLE) * i // (_SAMPLES - 1))
+                        digest.update(data.read(_SAMPLE))
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read ({error})") from None
         return digest.hexdigest()
 
 
@@ -103,7 +95,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         raw = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=unique)
         files = raw["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not an index with a weight_map ({error}); download it again") from None
     if not isinstance(files, dict) or not files or not all(isinstance(f, str) for f in files.values()):
         raise CheckpointError(f"{index}: weight_map must be an object that maps tensor names to file names")
@@ -118,16 +110,6 @@ def _single_file(directory: Path) -> dict[str, str]:
     if len(found) > 1:
         raise CheckpointError(f"{directory}: {len(found)} safetensors files ({some(found)}) and no {INDEX} to say which tensor to take")
     return dict.fromkeys(read_header(directory / found[0]), found[0])
-
-
-def _part(name: str) -> str:
-    if ".ngram_embedding." in name:
-        return "ngram_table"
-    if "visual." in name:
-        return "vision"
-    if name.startswith("mtp.") or ".mtp." in name:
-        return "draft"
-    return "experts" if ".mlp.experts." in name else "text"
 
 
 def some(names: list[str]) -> str:

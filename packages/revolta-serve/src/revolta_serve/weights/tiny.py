@@ -1,78 +1,23 @@
 """Tiny checkpoints of the real architecture: a few megabytes that exercise every part of the model, for development, tests and the demo."""
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from revolta_serve.errors import ConfigError
 from revolta_serve.model.model_config import ModelConfig
+from revolta_serve.weights.names import parameters
+from revolta_serve.weights.tiny_files import MARK, MARK_FIELD, check_target, encode_json, encode_weights, replace_files
+from revolta_serve.weights.tiny_shape import TinyShape
 from revolta_serve.weights.tiny_tensors import WHOLE, text_tensors, vision_tensors
-from revolta_serve.weights.tiny_tokenizer import write_tokenizer
+from revolta_serve.weights.tiny_tokenizer import tokenizer_files
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SHARD = "model-{:05d}-of-{:05d}.safetensors"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TinyShape:
-    """Every dimension of a tiny checkpoint. The defaults make one of about 5 MB in float32."""
-
-    hidden: int = 64
-    layers: int = 8
-    interval: int = 4
-    """Layer i is sparse attention when i mod interval = interval - 1."""
-    layer_types: tuple[str, ...] | None = None
-    """Overrides `interval`: names as config.json spells them."""
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    rotary: float = 0.5
-    theta: float = 10_000.0
-    yarn: float | None = None
-    """YaRN factor; the original length is then max_positions / yarn."""
-    index_heads: int = 4
-    index_dim: int = 32
-    budget: int = 32
-    ratio: int = 4
-    gdn_key_heads: int = 2
-    gdn_value_heads: int = 4
-    gdn_key_dim: int = 16
-    gdn_value_dim: int = 16
-    conv_width: int = 4
-    output_gate: Literal["sigmoid", "silu"] | None = "sigmoid"
-    """None leaves the field out: the model then uses hidden_act."""
-    streams: int = 4
-    rank: int = 16
-    experts: int = 16
-    experts_per_token: int = 4
-    expert_width: int = 32
-    shared_width: int = 32
-    ple_layers: tuple[int, ...] = (2,)
-    """Counted from 1, as config.json counts."""
-    ple_dim: int | None = None
-    """None leaves the field out: the model then uses hidden."""
-    ple_conv_width: int = 4
-    ngram: int = 3
-    ngram_heads: int = 4
-    ngram_base: int = 997
-    ngram_divisor: int = 128
-    ngram_shards: int = 4
-    hash_seed: int | None = None
-    """None leaves the field out: the model then uses 1234."""
-    tokens: int = 1024
-    """Ids of the tokenizer."""
-    extra_tokens: tuple[str, ...] = ()
-    """Some of them, in the byte-level alphabet, that encoding never yields but decoding knows."""
-    vocab: int | None = None
-    """Rows of the embedding; None for as many as the tokenizer has ids."""
-    max_positions: int = 8192
-    eos_list: bool = False
-    """Write eos_token_id as a list whose first id is the n-gram mark."""
+MOST_VALUES = 2**28
+"""Numbers in the largest checkpoint that counts as tiny: a gigabyte in float32, held in memory twice while it is made."""
 
 
 def make_tiny(
@@ -84,9 +29,10 @@ def make_tiny(
     kv_scales: bool = True,
     text_only: bool = False,
     per_expert: bool = False,
+    force: bool = False,
     **shape: Any,
 ) -> ModelConfig:
-    """Write a complete checkpoint into `directory` (created; files of the same names are replaced) and return its checked config.
+    """Write a complete checkpoint into `directory` (created) and return its checked config.
 
     seed        of all weights; the same arguments give the same bytes
     dtype       float32, float16 or bfloat16, of every tensor
@@ -94,21 +40,27 @@ def make_tiny(
     kv_scales   calibrated K and V scales (scalars, float32), which other readers report as unexpected and ignore
     text_only   `model.` names, a flat config and no vision tower, as text exports have
     per_expert  one tensor per expert and projection instead of fused banks
+    force       replace a checkpoint that this function did not write, its weight files included
     shape       fields of TinyShape
 
-    Written: config.json, generation_config.json, the weights, tokenizer.json, tokenizer_config.json, chat_template.jinja.
-    Raises ConfigError for a shape the architecture cannot have, TypeError for a field TinyShape does not know.
+    Written, after everything has been checked and made in memory: config.json, generation_config.json, the weights, tokenizer.json,
+    tokenizer_config.json, chat_template.jinja. A checkpoint that this function wrote before is replaced.
+    Raises ConfigError, with the directory as it was, for a shape the architecture cannot have, a directory that holds anybody else's
+    checkpoint, or one that cannot be written; TypeError for a field TinyShape does not know.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; must be one of {', '.join(DTYPES)}", param="dtype")
     if shards < 1:
         raise ConfigError(f"shards is {shards}; must be an integer >= 1", param="shards")
     where = Path(directory)
-    where.mkdir(parents=True, exist_ok=True)
+    check_target(where, force=force)
     form = TinyShape(**shape)
-    ids = write_tokenizer(where, form.tokens, form.extra_tokens)
+    tokenizer, ids = tokenizer_files(form.tokens, form.extra_tokens)
     raw = config_json(form, ids, dtype, text_only=text_only)
     config = ModelConfig.from_dict(raw, file=str(where / "config.json"))
+    values = sum(parameter.elements for parameter in parameters(config))
+    if values > MOST_VALUES:
+        raise ConfigError(f"this shape has {values:,} values, a tiny checkpoint at most {MOST_VALUES:,}; make its dimensions smaller")
     prefix = "model." if text_only else WHOLE
     tensors = text_tensors(config, seed, prefix=prefix, per_expert=per_expert)
     if not text_only:
@@ -116,11 +68,12 @@ def make_tiny(
     stored = {name: t.to(DTYPES[dtype]) if t.is_floating_point() else t for name, t in tensors.items()}
     if kv_scales:
         stored |= _kv_scales(config, stored, prefix)
-    write_weights(where, stored, shards)
-    write_json(where / "config.json", raw)
     stops = [ids["<|im_end|>"], ids["<|endoftext|>"]]
     sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    write_json(where / "generation_config.json", {"eos_token_id": stops, "pad_token_id": ids["<|endoftext|>"], **sampling})
+    generation = {"eos_token_id": stops, "pad_token_id": ids["<|endoftext|>"], **sampling}
+    # config.json is moved into place first: its mark tells a later run that the files beside it may be replaced.
+    files = {"config.json": encode_json(raw | {MARK_FIELD: MARK}), "generation_config.json": encode_json(generation), **tokenizer}
+    replace_files(where, files | encode_weights(stored, shards), force=force)
     return config
 
 
@@ -175,31 +128,6 @@ def config_json(form: TinyShape, ids: dict[str, int], dtype: str, *, text_only: 
         "text_config": text,
         "vision_config": vision,
     }
-
-
-def write_weights(directory: Path, tensors: dict[str, Tensor], shards: int = 1) -> None:
-    """Write `tensors` as model.safetensors, or as `shards` files of about equal size with an index."""
-    for stale in [*directory.glob("model*.safetensors"), directory / "model.safetensors.index.json"]:
-        stale.unlink(missing_ok=True)
-    ready = {name: t.contiguous() for name, t in tensors.items()}
-    if shards == 1:
-        save_file(ready, directory / "model.safetensors", metadata={"format": "pt"})
-        return
-    total, seen = sum(t.nbytes for t in ready.values()), 0
-    parts: list[dict[str, Tensor]] = [{} for _ in range(shards)]
-    for name, tensor in ready.items():
-        parts[min(seen * shards // total, shards - 1)][name] = tensor
-        seen += tensor.nbytes
-    names = [SHARD.format(i + 1, shards) for i in range(shards)]
-    for file, part in zip(names, parts, strict=True):
-        save_file(part, directory / file, metadata={"format": "pt"})
-    where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-    write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write one JSON object, indented, with a final newline."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _kv_scales(config: ModelConfig, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

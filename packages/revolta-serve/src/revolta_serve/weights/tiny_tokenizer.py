@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from revolta_serve.errors import ConfigError
+
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How text is cut before byte pairs merge. Reference tokenizers rebuild exactly this one for the architecture."""
 
@@ -36,12 +38,17 @@ def data(name: str) -> str:
 def tokenizer_json(size: int = 1024, extra: tuple[str, ...] = ()) -> str:
     """Return a tokenizer.json of `size` ids: 256 bytes, merges learned from the excerpt, `extra`, then the control tokens.
 
-    `extra` are further tokens in the byte-level alphabet that decode but that no merge produces. Deterministic. Raises ValueError when
-    `size` has no room for bytes, extra and control tokens, when the excerpt has not enough merges, or an extra token exists already.
+    `extra` are further tokens in the byte-level alphabet that decode but that no merge produces. Deterministic. Raises ConfigError when
+    `size` has no room for bytes, extra and control tokens, when the excerpt has not enough merges, or when an extra token is empty, of
+    other characters, or exists already.
     """
     smallest = SMALLEST + len(extra)
     if size < smallest:
-        raise ValueError(f"tokenizer size is {size}; must be at least {smallest}: 256 bytes, {smallest - 256} extra and control tokens")
+        needed = f"256 bytes, {smallest - 256} extra and control tokens"
+        raise ConfigError(f"tokens is {size}; must be at least {smallest}: {needed}", param="tokens")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if strange := [token for token in extra if not token or set(token) - set(alphabet)]:
+        raise ConfigError(f"extra_tokens holds {strange[0]!r}; must be non-empty texts in the byte-level alphabet", param="extra_tokens")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
@@ -49,7 +56,6 @@ def tokenizer_json(size: int = 1024, extra: tuple[str, ...] = ()) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     learned = size - len(extra) - len(CONTROL_TOKENS)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=learned, show_progress=False, initial_alphabet=alphabet)
     tokenizer.train_from_iterator([data("austen_excerpt.txt")], trainer)
     raw = json.loads(tokenizer.to_str())
@@ -57,12 +63,15 @@ def tokenizer_json(size: int = 1024, extra: tuple[str, ...] = ()) -> str:
     tokenizer = Tokenizer.from_str(json.dumps(raw))
     tokenizer.add_tokens([AddedToken(t, special=t not in _PLAIN, normalized=False) for t in CONTROL_TOKENS])
     if (made := tokenizer.get_vocab_size()) != size:
-        raise ValueError(f"tokenizer size is {size}; the excerpt and {len(extra)} new extra tokens yield only {made}")
+        raise ConfigError(f"tokens is {size}; the excerpt and {len(extra)} new extra tokens yield only {made}", param="tokens")
     return tokenizer.to_str(pretty=True)
 
 
-def write_tokenizer(directory: Path, size: int, extra: tuple[str, ...] = ()) -> dict[str, int]:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; return the ids of the control tokens."""
+def tokenizer_files(size: int, extra: tuple[str, ...] = ()) -> tuple[dict[str, bytes], dict[str, int]]:
+    """Return tokenizer.json, tokenizer_config.json and chat_template.jinja by name, and the ids of the control tokens.
+
+    Raises ConfigError as `tokenizer_json` does.
+    """
     text = tokenizer_json(size, extra)
     ids = {token["content"]: int(token["id"]) for token in json.loads(text)["added_tokens"]}
     config = {
@@ -81,7 +90,17 @@ def write_tokenizer(directory: Path, size: int, extra: tuple[str, ...] = ()) -> 
             for t, i in ids.items()
         },
     }
-    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    (directory / "chat_template.jinja").write_text(data("chat_template.jinja"), encoding="utf-8")
+    made = {
+        "tokenizer.json": text,
+        "tokenizer_config.json": json.dumps(config, indent=1) + "\n",
+        "chat_template.jinja": data("chat_template.jinja"),
+    }
+    return {name: content.encode() for name, content in made.items()}, ids
+
+
+def write_tokenizer(directory: Path, size: int, extra: tuple[str, ...] = ()) -> dict[str, int]:
+    """Write the tokenizer's files alone; return the ids of the control tokens. Raises ConfigError as `tokenizer_json` does."""
+    files, ids = tokenizer_files(size, extra)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
     return ids

@@ -17,15 +17,18 @@ from sm70kernels import window as windows
 from sm70kernels.inputs import Draw
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 
+_ZERO = np.float32(0.0)
+
 
 def _convolve(sequence: windows.Array, weight: Tensor) -> arithmetic.Floats:
     """Return silu of the convolution, [N, T, C], of sequence [N, KW-1+T, C] with weight [C, KW]."""
     taps = arithmetic.floats(weight).T
     sequence = sequence.astype(np.float32, copy=False)
     count = sequence.shape[1] - len(taps) + 1
-    if count == 1:  # the same sum in one call: over any axis but the last, numpy adds whole rows one after another
+    if count == 1:  # the same sum in one call: over any axis but the last, numpy adds whole rows to +0, one after another
         return arithmetic.swish(np.add.reduce(sequence * taps, 1, keepdims=True))
     total = sequence[:, :count] * taps[0]
+    total += _ZERO  # -0 becomes +0, as in the sum above
     for j in range(1, len(taps)):
         total += sequence[:, j : j + count] * taps[j]
     return arithmetic.swish(total)

@@ -28,7 +28,7 @@ def reference(
     """Advance state f32 [L, SL, HV, V, K] from the recorded qkv [L, N, T, C], a and b [L, N, T, HV]; A_log, dt_bias f32 [L, HV].
 
     slot, accepted, snapshot_slot and snapshot_at are i32 [N]. A request with slot -1 or accepted 0 stores nothing. A snapshot is
-    stored when snapshot_slot >= 0 and snapshot_at lies in 1 .. accepted.
+    stored when snapshot_slot >= 0 and snapshot_at lies in 1 .. accepted. Raises ValueError when a request accepts more than T rows.
     """
     vectors = (slot.tolist(), accepted.tolist(), snapshot_slot.tolist(), snapshot_at.tolist())
     requests = [(i, s, n, t, m) for i, (s, n, t, m) in enumerate(zip(*vectors, strict=True)) if s >= 0 and n > 0]
@@ -36,6 +36,8 @@ def reference(
         return
     value_heads, value_dim, key_dim = state.shape[2:]
     steps = max(n for _, _, n, _, _ in requests)
+    if steps > qkv.shape[2]:
+        raise ValueError(f"gdn_replay: accepted {steps} of T={qkv.shape[2]} recorded rows; a step accepts at most the rows it verified")
     active = torch.tensor([i for i, _, _, _, _ in requests])
     qkv, a, b = (x[:, :, :steps].index_select(1, active) for x in (qkv, a, b))
     q, k, v = delta.heads(qkv, value_heads, value_dim, key_dim)

@@ -26,17 +26,19 @@ def reference(k: Tensor, v: Tensor, kv_index: Tensor, k_cache: Tensor, v_cache: 
 
     Raises IndexError for an index outside the pool, ValueError for a cell named twice.
     """
-    kept = [i for i in kv_index.tolist() if i != -1]
+    every = kv_index.tolist()
+    kept = [i for i in every if i != -1]
     if not kept:
         return
     blocks, page, heads, d = k_cache.shape
     _check(kept, blocks * page)
-    index = kv_index.numpy()
-    (rows,) = (index >= 0).nonzero()
-    index = index.take(rows)
+    index, near, far = kv_index.numpy(), k.numpy(), v.numpy()
+    if len(kept) < len(every):
+        (rows,) = (index >= 0).nonzero()
+        index, near, far = index.take(rows), near.take(rows, 0), far.take(rows, 0)
     # numpy scatters a few rows in a third of the time of torch.
-    k_cache.numpy().reshape(-1, heads, d)[index] = k.numpy().take(rows, 0)
-    v_cache.numpy().reshape(-1, heads, d)[index] = v.numpy().take(rows, 0)
+    k_cache.numpy().reshape(-1, heads, d)[index] = near
+    v_cache.numpy().reshape(-1, heads, d)[index] = far
 
 
 kv_store = Op(

@@ -57,7 +57,7 @@ def reference(
             )
         where = torch.full((tile,), -1, dtype=torch.int32)
         where[: len(reach[at : at + tile])] = reach[at : at + tile]
-        table = paging.tables(block_table, request[index[:1]].numpy(), k_cache.shape[0])
+        table = paging.tables(block_table, request[index[:1]].numpy())
         o, e = softmax.causal(rows.pad_rows(q[at : at + tile], tile), where, table, k_cache, v_cache, scale, rank, world)
         o = o[dense]
         out[index] = o if partial else attention.gated(o, None if gate is None else gate[index], out.dtype)

@@ -48,6 +48,7 @@ def reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
     if sampled.shape[0] == 0 or logits.shape[1] == 0:
         return
     temperature, top_k, top_p, min_p = (x[sampled][:, None] for x in (temperature, top_k, top_p, min_p))
+    min_p = min_p.clamp(max=1.0)  # the largest weight is 1, and its token stays
     x = logits.index_select(0, sampled)
     x.masked_fill_(x.isnan(), -torch.inf)
     if bool(((top_k >= 1) & (top_k < x.shape[1])).any() | (top_p < 1.0).any()):

@@ -10,7 +10,7 @@ out = h(f32(h(out)) * sigmoid(f32(gate))). A row without tokens: out 0, LSE -inf
 
 from torch import Tensor
 
-from sm70kernels import attention, inputs, rows, softmax
+from sm70kernels import attention, inputs, softmax
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
 
 
@@ -31,7 +31,7 @@ def reference(
     block_table i32[N, PT]; request i32[M] (negative: no tokens). Raises ValueError if a gate comes with partial=True.
     """
     attention.check_partial("qsa_attention", gate, partial)
-    out, lse = softmax.selected(q, sel, request, k_cache, v_cache, block_table, scale, rows.TILE["decode"])
+    out, lse = softmax.selected(q, sel, request, k_cache, v_cache, block_table, scale)
     return (out if partial else attention.gated(out, gate, q.dtype)), lse
 
 

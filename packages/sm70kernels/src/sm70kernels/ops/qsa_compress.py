@@ -19,10 +19,12 @@ from torch import Tensor
 
 from sm70kernels import inputs, rotary
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
+from sm70kernels.rows import Floats
 
 Array = NDArray[Any]
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def reference(
     ik: Tensor,
     position: Tensor,
@@ -47,31 +49,42 @@ def reference(
         raise ValueError(f"qsa_compress: the ring holds {ring.shape[1]} raw keys, a block needs {ratio}; allocate at least that many")
     size, width = ring.shape[1:]
     raw, cells = ik.numpy(), ring.numpy().reshape(-1, width)
-    at, owner, begin, target = (x.numpy() for x in (position, slot, first, key_index))
-    (closing,) = ((target >= 0) & (owner >= 0)).nonzero()
-    if len(closing):
-        pooled = _pool(raw, at, owner, begin, closing, ratio, cells, size)
-        near = torch.from_numpy(closing)
-        part = rotary.floats(torch.from_numpy(pooled).to(ik.dtype))[:, None]
-        (key,) = rotary.norm_and_rotate([part], [weight], eps, cos.index_select(0, near), sin.index_select(0, near))
-        keys.numpy().reshape(-1, width)[target.take(closing)] = key.numpy()[:, 0]
-    _remember(raw, at, owner, begin, cells, size)
+    at, owner, begin = position.numpy(), slot.numpy(), first.numpy()
+    held = slot.tolist()
+    closing = [m for m, (target, s) in enumerate(zip(key_index.tolist(), held, strict=True)) if target >= 0 and s >= 0]
+    deepest = max((m - f for m, f in enumerate(first.tolist())), default=0)
+    # Few rows a request, as in a decode step: the ring has room for them beside every older key that they need.
+    roomy = deepest <= size - ratio and min(held, default=-1) >= 0
+    if roomy:
+        cells[owner * size + at % size] = raw
+    if closing:
+        rows = np.array(closing)
+        pooled = _mean(_block(raw, at, owner, begin, rows, ratio, cells, size, roomy)).astype(raw.dtype, copy=False)
+        factors = (x.index_select(0, torch.from_numpy(rows)) for x in (cos, sin)) if len(rows) < len(raw) else (cos, sin)
+        (key,) = rotary.norm_and_rotate([pooled[:, None]], [weight], eps, *factors)
+        keys.numpy().reshape(-1, width)[key_index.numpy().take(rows)] = key.numpy()[:, 0]
+    if not roomy:
+        _remember(raw, at, owner, begin, cells, size)
 
 
-def _pool(raw: Array, at: Array, owner: Array, begin: Array, closing: Array, ratio: int, cells: Array, size: int) -> rotary.Floats:
-    """Return the float32 means [C, DI] of the raw keys of the blocks that rows `closing` [C] end."""
+def _block(raw: Array, at: Array, owner: Array, begin: Array, closing: Array, ratio: int, cells: Array, size: int, stored: bool) -> Array:
+    """Return the raw keys [C, ratio, DI] of the blocks that rows `closing` [C] end; `stored`: the ring has those of this call too."""
     back = np.arange(ratio - 1, -1, -1)
-    row = closing[:, None] - back
-    here = row >= begin.take(closing)[:, None]
     old = owner.take(closing)[:, None] * size + (at.take(closing)[:, None] - back) % size
-    values = cells.take(old, 0)
-    values[here] = raw.take(row[here], 0)
-    values = values.astype(np.float32, copy=False)
-    with np.errstate(all="ignore"):  # infinities and NaN are data
-        total: rotary.Floats = values[:, 0].copy()
-        for j in range(1, ratio):
-            total += values[:, j]
-        total *= 1.0 / ratio
+    values: Array = cells.take(old, 0)
+    if not stored:
+        row = closing[:, None] - back
+        here = row >= begin.take(closing)[:, None]
+        values[here] = raw.take(row[here], 0)
+    return values
+
+
+def _mean(values: Array) -> Floats:
+    """Return the float32 means [C, DI] of values [C, ratio, DI], summed in ascending order."""
+    total: Floats = values[:, 0].astype(np.float32)
+    for j in range(1, values.shape[1]):
+        total += values[:, j]
+    total *= np.float32(1.0 / values.shape[1])
     return total
 
 

@@ -3,7 +3,7 @@
     out[m, h] = softmax_t(scale * q[m, h] . k[t, h // G]) . v[t, h // G]      t over the tokens of sel[m], G = HQ / HK
 
 Only rows with position >= limit are computed; the others are left as they are (prefill_attention has them). The arithmetic of a row
-is that of qsa_attention, in tiles of 64 rows: the selection is read in fixed blocks of 64 columns, merged in ascending order
+is that of qsa_attention: the selection is read in fixed blocks of 64 columns, merged in ascending order
 (sm70kernels.softmax). LSE is base 2. With a gate, out = h(f32(h(out)) * sigmoid(f32(gate))). A row without tokens: out 0, LSE -inf
 (kernels.md C6).
 """
@@ -11,7 +11,7 @@ is that of qsa_attention, in tiles of 64 rows: the selection is read in fixed bl
 import torch
 from torch import Tensor
 
-from sm70kernels import attention, inputs, rows, softmax
+from sm70kernels import attention, inputs, softmax
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
 
 
@@ -41,7 +41,7 @@ def reference(
     index = ((position >= limit) & (position >= 0)).nonzero().view(-1)
     if index.numel() == 0:
         return
-    o, e = softmax.selected(q[index], sel[index], request[index], k_cache, v_cache, block_table, scale, rows.TILE["prefill"])
+    o, e = softmax.selected(q[index], sel[index], request[index], k_cache, v_cache, block_table, scale)
     out[index] = o if partial else attention.gated(o, None if gate is None else gate[index], out.dtype)
     lse[index] = e
 

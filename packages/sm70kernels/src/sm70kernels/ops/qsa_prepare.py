@@ -10,6 +10,7 @@ Columns of qkvg: per query head its D query values, then its D gate values; then
 index queries, then one index key, DI each.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from sm70kernels import inputs, rotary
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def reference(
     qkvg: Tensor,
     iqk: Tensor,
@@ -32,25 +34,20 @@ def reference(
 
     qkvg act[M, (2 HQ + 2 HK) D]; iqk act[M, (HI + 1) DI]; cos, sin act[M, RH] at each row's position, times the attention factor.
     """
-    m = qkvg.shape[0]
+    m, channels = qkvg.shape
     d, di = q_weight.shape[0], iq_weight.shape[0]
     # [M, heads, D] views, no copies: the rows of qkvg and iqk may be strided.
-    heads = rotary.floats(qkvg).reshape(m, qkvg.shape[1] // d, d)
-    index = rotary.floats(iqk).reshape(m, iqk.shape[1] // di, di)
+    heads = qkvg.numpy().reshape(m, channels // d, d)
+    index = iqk.numpy().reshape(m, iqk.shape[1] // di, di)
     cut = heads.shape[1] - 2 * kv_heads
-    gate, value, ik = (_copy(x, qkvg.dtype) for x in (heads[:, 1:cut:2], heads[:, cut + kv_heads :], index[:, -1]))
     parts, weights = [heads[:, :cut:2], heads[:, cut : cut + kv_heads], index[:, :-1]], [q_weight, k_weight, iq_weight]
-    joint = 3 if d == di else 2  # heads of one size take one pass: the bits are the same
-    turned = rotary.norm_and_rotate(parts[:joint], weights[:joint], eps, cos, sin)
-    if joint == 2:
-        turned += rotary.norm_and_rotate(parts[2:], weights[2:], eps, cos, sin)
-    q, k, iq = turned
-    return q, gate, k, value, iq, ik
-
-
-def _copy(x: rotary.Floats, dtype: torch.dtype) -> Tensor:
-    """Return a contiguous copy of x in `dtype`, which holds its values exactly."""
-    return torch.from_numpy(x.copy()).to(dtype)
+    if d == di:  # heads of one size take one pass: the bits are the same
+        q, k, iq = rotary.norm_and_rotate(parts, weights, eps, cos, sin)
+    else:
+        q, k = rotary.norm_and_rotate(parts[:2], weights[:2], eps, cos, sin)
+        (iq,) = rotary.norm_and_rotate(parts[2:], weights[2:], eps, cos, sin)
+    gate, v, ik = (torch.from_numpy(x.copy()) for x in (heads[:, 1:cut:2], heads[:, cut + kv_heads :], index[:, -1]))
+    return q, gate, k, v, iq, ik
 
 
 qsa_prepare = Op(

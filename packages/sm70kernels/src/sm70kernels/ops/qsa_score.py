@@ -6,11 +6,10 @@ Float32 throughout: relu per head before the sum, heads summed as a tree of halv
 multiplication by 1 / sqrt(DI) (kernels.md C10). Scores are +0 at least; a NaN key gives NaN. Key b of a request is entry b % PK of
 block block_table[request, b // PK].
 
-Products run on tiles of up to 16 rows that see anything and 64 keys. Rows that select all they see need no scores (qsa_select
-ignores them): call with visible = 0 for those, they cost nothing.
+Every row multiplies 64 keys at a time by a matrix product of its own, whoever else reads those keys. Rows that select all they see
+need no scores (qsa_select ignores them): call with visible = 0 for those, they cost nothing.
 """
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,85 +17,71 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sm70kernels import inputs, paging, rows, softmax
+from sm70kernels import inputs, paging, softmax
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 
-_TILE = rows.TILE["decode"]
+_CELLS = 1 << 16
+"""Keys, rows times columns, that are scored at a time: what is held of them stays within tens of megabytes."""
+
+_HIDDEN, _ZERO = np.float32(-np.inf), np.float32(0.0)
 
 
+@np.errstate(all="ignore")  # infinities and NaN are data
 def reference(iq: Tensor, keys: Tensor, block_table: Tensor, request: Tensor, visible: Tensor) -> Tensor:
     """Return scores f32[M, P * PK] of iq act[M, HI, DI] against keys act[B, PK, DI].
 
     block_table i32[N, P]; request i32[M] (negative: no keys); visible i32[M] complete blocks the row may see.
     """
     blocks, page, di = keys.shape
-    width = block_table.shape[1] * page
-    scores = np.full((iq.shape[0], width), -np.inf, np.float32)
-    raw, owner, limit = iq.numpy(), request.numpy(), visible.numpy()
-    flat = keys.numpy().reshape(-1, di)
-    (live,) = ((limit > 0) & (owner >= 0)).nonzero()
-    for part, count in softmax.tiles(live, _TILE):
-        owners, sees = owner.take(part), limit.take(part)
-        columns = -(-min(max(sees.tolist()), width) // softmax.COLUMNS) * softmax.COLUMNS
-        if columns == 0:  # an empty block table
-            continue
-        shared = len(part) > 1 and len(set(owners.tolist())) == 1 and _routes_agree(iq.shape[1], di)
-        table = paging.tables(block_table, owners[:1] if shared else owners, 1 + -(-columns // page))
-        cells, valid = paging.leading(table, blocks, page, columns)
-        got = _tile(torch.from_numpy(raw.take(part, 0)).float(), flat, cells)
-        np.copyto(got, -np.inf, where=~(valid & (np.arange(columns) < sees[:, None])))
-        scores[part[:count], :columns] = got[:count, :width]
+    m, width = iq.shape[0], block_table.shape[1] * page
+    limits, owners = visible.tolist(), request.tolist()
+    live = [row for row in range(m) if limits[row] > 0 and owners[row] >= 0]
+    if not live or width == 0:
+        return torch.full((m, width), -torch.inf)
+    columns = -(-min(max(limits[row] for row in live), width) // softmax.COLUMNS) * softmax.COLUMNS
+    most = max(1, _CELLS // columns)
+    queries, owner, limit = iq.numpy(), request.numpy(), visible.numpy()
+    flat, numbers = keys.numpy().reshape(-1, di), np.arange(columns)[None]
+
+    def tile(part: slice | list[int], whose: list[int]) -> softmax.Floats:
+        """Scores f32[R, columns or width, the smaller] of rows `part` of requests `whose`."""
+        shared = len(whose) > 1 and len(set(whose)) == 1  # rows of one prompt read their keys once
+        table = paging.tables(block_table, owner[part][:1] if shared else owner[part])
+        cells, valid = paging.locate(numbers, table, blocks, page)
+        got = _products(queries[part].astype(np.float32, copy=False), flat, cells)
+        seen = numbers < limit[part][:, None]
+        seen &= valid
+        return np.where(seen[:, :width], got[:, :width], _HIDDEN)
+
+    if len(live) == m <= most and columns >= width:  # a decode step: every row has something to score
+        return torch.from_numpy(tile(slice(None), owners))
+    scores = np.full((m, width), _HIDDEN)
+    for at in range(0, len(live), most):
+        part = live[at : at + most]
+        scores[part, :columns] = tile(part, [owners[row] for row in part])
     return torch.from_numpy(scores)
 
 
-def _tile(queries: Tensor, flat: NDArray[Any], cells: paging.Ints) -> softmax.Floats:
+def _products(queries: softmax.Floats, flat: NDArray[Any], cells: paging.Ints) -> softmax.Floats:
     """Return the scores f32[R, C] of queries f32[R, HI, DI] against rows `cells` [R, C] of flat; [1, C] if all share their keys."""
-    r, heads, di = queries.shape
-    product = _by_row if len(cells) == r else _by_request
-    score = np.empty((r, heads, cells.shape[1]), np.float32)
-    for at in range(0, cells.shape[1], softmax.COLUMNS):
-        block = slice(at, at + softmax.COLUMNS)
-        near = paging.fetch(flat, cells[:, block]).reshape(-1, di)
-        score[:, :, block] = product(queries, torch.from_numpy(near).float()).numpy()
-    with np.errstate(all="ignore"):  # infinities and NaN are data
-        total = _tree(np.maximum(score, 0.0, out=score))
-        total *= di**-0.5
-    return np.abs(total, out=total)  # relu may leave -0, and a block that matches nothing scores +0
-
-
-def _by_row(queries: Tensor, near: Tensor) -> Tensor:
-    """Dot products f32[R, HI, 64] of queries f32[R, HI, DI], each row with 64 keys of its own: near f32[R * 64, DI]."""
-    r, heads, di = queries.shape
-    dot = softmax.batched_product(softmax.sizes(_TILE), heads, softmax.COLUMNS, di, True, heads)
-    return dot(queries, near.view(r, softmax.COLUMNS, di).transpose(1, 2))
-
-
-def _by_request(queries: Tensor, near: Tensor) -> Tensor:
-    """The same where all rows share their keys: near f32[64, DI]."""
-    r, heads, di = queries.shape
-    return rows.linear(queries.view(r * heads, di), near, _TILE * heads).view(r, heads, softmax.COLUMNS)
-
-
-@cache
-def _routes_agree(heads: int, di: int) -> bool:
-    """Whether both products give the same bits at this shape: only then may a tile's make-up choose between them."""
-    generator = torch.Generator().manual_seed(heads * 1_009 + di)
-    for _ in range(8):
-        queries = torch.randn(_TILE, heads, di, generator=generator)
-        near = torch.randn(softmax.COLUMNS, di, generator=generator)
-        if not torch.equal(_by_row(queries, near.repeat(_TILE, 1)), _by_request(queries, near)):
-            return False
-    return True
+    (r, heads, di), (sets, columns) = queries.shape, cells.shape
+    dot = softmax.rows_product(heads, softmax.COLUMNS, di, True)
+    near = paging.fetch(flat, cells.reshape(sets, -1, softmax.COLUMNS)).astype(np.float32, copy=False)
+    score = dot(queries[:, None], near.swapaxes(-1, -2))
+    total = _tree(np.maximum(score, _ZERO, out=score))
+    total *= np.float32(di**-0.5)
+    # relu may leave -0, and a block that matches nothing scores +0
+    return np.abs(total).reshape(r, columns)
 
 
 def _tree(x: softmax.Floats) -> softmax.Floats:
-    """Sum x [R, HI, C] over its heads in place, in a tree of halves; of an odd number the middle one waits for the next level."""
-    heads = x.shape[1]
+    """Sum x [R, NB, HI, 64] over its heads in place, in a tree of halves; of an odd number the middle one waits for the next level."""
+    heads = x.shape[2]
     while heads > 1:
         half = heads // 2
-        x[:, :half] += x[:, heads - half : heads]
+        x[:, :, :half] += x[:, :, heads - half : heads]
         heads -= half
-    return x[:, 0]
+    return x[:, :, 0]
 
 
 qsa_score = Op(

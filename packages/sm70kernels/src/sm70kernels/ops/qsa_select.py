@@ -7,6 +7,8 @@ visible * ratio .. position, then -1 (kernels.md C11, model.md 2.6.1). visible <
 Only rows with visible > topk look at their scores: the others take every token up to their position.
 """
 
+from functools import cache
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,6 +16,11 @@ from torch import Tensor
 
 from sm70kernels import inputs
 from sm70kernels.op import EXACT, Derived, Dim, Exact, Op, Spec
+from sm70kernels.rows import Floats
+
+Tokens = NDArray[np.int32]
+
+_NONE = np.int32(-1)
 
 
 def reference(scores: Tensor, visible: Tensor, position: Tensor, topk: int, ratio: int) -> Tensor:
@@ -23,32 +30,47 @@ def reference(scores: Tensor, visible: Tensor, position: Tensor, topk: int, rati
     row that has to choose sees more blocks than there are scores.
     """
     last, seen = position.numpy()[:, None], visible.numpy()
-    column = np.arange(topk * ratio + ratio - 1, dtype=np.int32)
-    sel = np.where(column <= last, column, np.int32(-1))  # blocks in order, then the tail: simply every token
-    (choosing,) = ((seen > topk) & (last[:, 0] >= 0)).nonzero()
-    if len(choosing):
-        seen = seen.take(choosing)[:, None]
-        most = int(seen.max())
-        if most > scores.shape[1]:
-            raise ValueError(f"qsa_select: a row sees {most} blocks, scores has {scores.shape[1]}; score every visible block")
-        block = _best(scores.numpy().take(choosing, 0)[:, :most], seen, topk)[:, :, None]
-        taken = topk * ratio
-        made = np.empty((len(choosing), len(column)), np.int32)
-        made[:, :taken] = (block * ratio + column[:ratio]).reshape(-1, taken)
-        tail = seen * ratio + column[: ratio - 1]
-        made[:, taken:] = np.where(tail <= last.take(choosing)[:, None], tail, -1)
-        sel[choosing] = made
+    columns = _columns(topk * ratio + ratio - 1)
+    blocks = visible.tolist()
+    choosing = [m for m, (v, p) in enumerate(zip(blocks, position.tolist(), strict=True)) if v > topk and p >= 0]
+    most = max((blocks[m] for m in choosing), default=0)
+    if most > scores.shape[1]:
+        raise ValueError(f"qsa_select: a row sees {most} blocks, scores has {scores.shape[1]}; score every visible block")
+    if len(choosing) == len(seen) > 0:
+        return torch.from_numpy(_choose(scores.numpy()[:, :most], seen[:, None], last, topk, ratio, columns))
+    sel = np.where(columns <= last, columns, _NONE)  # blocks in order, then the tail: simply every token
+    if choosing:
+        sel[choosing] = _choose(scores.numpy()[choosing, :most], seen[choosing, None], last[choosing], topk, ratio, columns)
     return torch.from_numpy(sel)
 
 
-def _best(scores: NDArray[np.float32], seen: NDArray[np.int32], topk: int) -> NDArray[np.int64]:
+def _choose(scores: Floats, seen: Tokens, last: Tokens, topk: int, ratio: int, columns: Tokens) -> Tokens:
+    """Return the selections i32[M, W] of rows that see more than topk blocks: scores f32[M, C >= seen], seen and last i32[M, 1]."""
+    taken = topk * ratio
+    sel = np.empty((len(seen), len(columns)), np.int32)
+    block = _best(scores, seen, topk)
+    block *= ratio
+    np.add(block[:, :, None], columns[:ratio], out=sel[:, :taken].reshape(-1, topk, ratio), casting="same_kind")
+    tail = seen * ratio + columns[: ratio - 1]
+    sel[:, taken:] = np.where(tail <= last, tail, _NONE)
+    return sel
+
+
+def _best(scores: Floats, seen: Tokens, topk: int) -> NDArray[np.int64]:
     """Return the first topk blocks of each row in the order above, ascending: [M, topk] of scores f32[M, C], topk < seen [M, 1] <= C."""
-    key = -scores
+    key = np.negative(scores)
+    if len(key) > 1:  # a row that sees fewer than the others
+        np.copyto(key, np.nan, where=np.arange(key.shape[1], dtype=np.int32) >= seen)
     # A stable sort keeps equal scores in the order of their blocks; numpy sorts NaN to the end, the seen before the unseen there.
-    np.copyto(key, np.nan, where=np.arange(key.shape[1]) >= seen)
     best: NDArray[np.int64] = key.argsort(1, kind="stable")[:, :topk]
     best.sort(1)
     return best
+
+
+@cache
+def _columns(count: int) -> Tokens:
+    """0 .. count - 1; never written to."""
+    return np.arange(count, dtype=np.int32)
 
 
 def _scores(draw: inputs.Draw) -> Tensor:
