@@ -49,3 +49,10 @@ def test_snapshot_at_every_position_of_a_step() -> None:
         assert window[0, 0, :, 0].tolist() == [10.0, 11.0, 12.0]
         stored = {1: [2.0, 3.0, 10.0], 2: [3.0, 10.0, 11.0], 3: [10.0, 11.0, 12.0]}.get(at, [-1.0, -1.0, -1.0])
         assert window[0, 1, :, 0].tolist() == stored
+
+
+def test_more_rows_than_were_recorded_are_refused() -> None:
+    window, x, one = torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 2, 8), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="accepted 4 of T=2"):
+        conv_replay(window, x, one, one + 4, one - 1, one)
+    assert not window.any()

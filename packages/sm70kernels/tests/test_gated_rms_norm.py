@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels.ops.gated_rms_norm import gated_rms_norm
-from sm70kernels.testing import conforms, rows_independent
+from sm70kernels.testing import conforms, rounds_as_stated, rows_independent
 
 
 def naive(o: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, h: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
@@ -23,6 +23,7 @@ def naive(o: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, h: 
 
 test_matches_naive = conforms(gated_rms_norm, naive, examples=12)
 test_rows = rows_independent(gated_rms_norm)
+test_rounding_points = rounds_as_stated(gated_rms_norm, naive, dict(M=20))
 
 
 def test_rounds_the_normalised_value_before_the_weight() -> None:

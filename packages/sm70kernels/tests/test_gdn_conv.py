@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels.ops.gdn_conv import gdn_conv
-from sm70kernels.testing import clone, conforms, same_bits
+from sm70kernels.testing import clone, conforms, rounds_as_stated, same_bits
 
 
 def naive(
@@ -31,6 +31,7 @@ def naive(
 
 
 test_matches_naive = conforms(gdn_conv, naive, examples=12)
+test_rounding_points = rounds_as_stated(gdn_conv, naive, dict(M=24, N=4))
 
 SIZES = {"M": 40, "N": 10, "SL": 12, "C": 20, "KW": 4}
 
@@ -122,3 +123,12 @@ def test_decode_rows_that_are_no_rectangle_are_refused() -> None:
     call = decode()
     with pytest.raises(ValueError, match="M=39 is not a multiple of slot axis 0: N=10"):
         gdn_conv(**call | {"x": call["x"][:39]})
+
+
+def test_negative_zeros_have_the_same_sign_in_one_row_and_in_many() -> None:
+    """Four products of -0 sum to +0, whether a request verifies one row or four."""
+    x, weight, window = torch.full((4, 20), -0.0), torch.ones(20, 4), torch.full((1, 3, 20), -0.0)
+    for kind in ("decode", "prefill"):
+        many = gdn_conv(x, weight, window, vector(0), vector(0), vector(4), vector(0), kind, False)
+        one = gdn_conv(x[:1], weight, window, vector(0), vector(0), vector(1), vector(0), kind, False)
+        assert same_bits(many[:1], one)

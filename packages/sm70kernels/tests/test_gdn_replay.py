@@ -131,3 +131,12 @@ def test_a_request_does_not_depend_on_the_batch() -> None:
         one |= {name: made[name][i : i + 1].clone() for name in ("slot", "accepted", "snapshot_slot", "snapshot_at")}
         gdn_replay(**one)
         assert same_bits(one["state"][:, i], together["state"][:, i])
+
+
+def test_more_rows_than_were_recorded_are_refused() -> None:
+    made = call()
+    made["accepted"][3] = 6
+    before = made["state"].clone()
+    with pytest.raises(ValueError, match="accepted 6 of T=5"):
+        gdn_replay(**made)
+    assert same_bits(made["state"], before)

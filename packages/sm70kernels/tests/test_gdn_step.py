@@ -148,3 +148,13 @@ def test_channels_that_hold_no_whole_key_head_are_refused() -> None:
 def test_no_requests() -> None:
     call = pick(batch(), [])
     assert gdn_step(**call).shape == (0, 4, 4, 32)
+
+
+def test_the_epsilon_of_short_heads_is_added_to_their_sum_of_squares() -> None:
+    """q and k of length near 1e-3: 1e-6 halves their square there, and a mean instead of the sum would leave nothing of them."""
+    call = batch(N=2)
+    call["qkv"] *= 2e-4
+    wide: dict[str, Any] = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in clone(call).items()}
+    o, truth = gdn_step(**call), naive(**wide)
+    torch.testing.assert_close(o.double(), truth, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(call["state"].double(), wide["state"], rtol=1e-4, atol=1e-6)

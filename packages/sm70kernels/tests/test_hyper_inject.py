@@ -7,7 +7,7 @@ from torch import Tensor
 from sm70kernels.op import ContractError
 from sm70kernels.ops.hyper_inject import hyper_inject
 from sm70kernels.ops.hyper_norm import hyper_norm
-from sm70kernels.testing import DTYPES, conforms, rows_independent, same_bits
+from sm70kernels.testing import DTYPES, conforms, rounds_as_stated, rows_independent, same_bits
 
 
 def naive(
@@ -26,6 +26,7 @@ def naive(
 
 test_matches_naive = conforms(hyper_inject, naive)
 test_rows = rows_independent(hyper_inject)
+test_rounding_points = rounds_as_stated(hyper_inject, naive, dict(M=20))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

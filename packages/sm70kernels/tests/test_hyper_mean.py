@@ -3,7 +3,7 @@ from torch import Tensor
 
 from sm70kernels.ops.hyper_mean import hyper_mean
 from sm70kernels.streams import fold
-from sm70kernels.testing import conforms, rows_independent, same_bits
+from sm70kernels.testing import conforms, rounds_as_stated, rows_independent, same_bits
 
 
 def naive(state: Tensor) -> Tensor:
@@ -16,6 +16,7 @@ def naive(state: Tensor) -> Tensor:
 
 test_matches_naive = conforms(hyper_mean, naive)
 test_rows = rows_independent(hyper_mean)
+test_rounding_points = rounds_as_stated(hyper_mean, naive, dict(M=20))
 
 
 def test_streams_are_added_in_ascending_order_whatever_the_shape() -> None:

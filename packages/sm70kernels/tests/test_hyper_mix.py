@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels.ops.hyper_mix import hyper_mix
-from sm70kernels.testing import conforms, rows_independent, same_bits
+from sm70kernels.testing import conforms, rounds_as_stated, rows_independent, same_bits
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -29,6 +29,7 @@ def naive(n: Tensor, w_in: Tensor, w_up: Tensor, kind: str, h: Callable[[Tensor]
 
 test_matches_naive = conforms(hyper_mix, naive)
 test_rows = rows_independent(hyper_mix)
+test_rounding_points = rounds_as_stated(hyper_mix, naive, dict(M=20))
 
 
 def small(m: int, gates: int = 4) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels.ops.hyper_norm import hyper_norm
-from sm70kernels.testing import conforms, rows_independent, same_bits
+from sm70kernels.testing import conforms, rounds_as_stated, rows_independent, same_bits
 
 
 def naive(state: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -18,6 +18,7 @@ def naive(state: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 test_matches_naive = conforms(hyper_norm, naive)
 test_rows = rows_independent(hyper_norm)
+test_rounding_points = rounds_as_stated(hyper_norm, naive, dict(M=20))
 
 
 def test_a_zero_stream_stays_zero_and_its_neighbours_are_normed() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels import linear_prefill
-from sm70kernels.testing import conforms, rows_independent, same_bits
+from sm70kernels.testing import conforms, rounds_as_stated, rows_independent, same_bits
 
 
 def naive(x: Tensor, w: Tensor) -> Tensor:
@@ -14,6 +14,7 @@ def naive(x: Tensor, w: Tensor) -> Tensor:
 
 test_matches_naive = conforms(linear_prefill, naive, examples=5)
 test_rows = rows_independent(linear_prefill)
+test_rounding_points = rounds_as_stated(linear_prefill, naive, dict(M=20))
 
 
 @pytest.mark.parametrize("cut", [1, 63, 64, 65, 128])

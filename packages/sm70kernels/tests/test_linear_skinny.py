@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels import linear_skinny
-from sm70kernels.testing import conforms, rows_independent, same_bits
+from sm70kernels.testing import conforms, rounds_as_stated, rows_independent, same_bits
 
 
 def naive(x: Tensor, w: Tensor) -> Tensor:
@@ -18,6 +18,7 @@ def naive(x: Tensor, w: Tensor) -> Tensor:
 
 test_matches_naive = conforms(linear_skinny, naive, examples=4)
 test_rows = rows_independent(linear_skinny)
+test_rounding_points = rounds_as_stated(linear_skinny, naive, dict(M=20))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 7, 8, 9, 15, 16, 17, 33, 48, 64])

@@ -9,7 +9,7 @@ from torch import Tensor
 from sm70kernels import experts
 from sm70kernels.ops.moe_gemm import moe_gemm
 from sm70kernels.ops.moe_qpn import moe_qpn
-from sm70kernels.testing import DTYPES, clone, conforms, rows_independent, same_bits
+from sm70kernels.testing import DTYPES, clone, conforms, rounds_as_stated, rows_independent, same_bits
 
 
 def silu(x: Tensor) -> Tensor:
@@ -55,8 +55,17 @@ def _every_form(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def _with_a_strong_shared_expert(arguments: dict[str, Any]) -> None:
+    """Half of the rows have no routes, so that the roundings of the shared expert show; its gate logit is large enough to be rounded."""
+    generator, hidden, wide = torch.Generator().manual_seed(5), arguments["x"].shape[1], 2 * arguments["w2"].shape[2]
+    arguments["ids"][::2] = -1
+    arguments |= dict(shared13=torch.randn(wide, hidden, generator=generator).half(), shared2=arguments["w2"][:, 0].contiguous())
+    arguments["shared_gate"] = torch.randn(1, hidden, generator=generator).half()
+
+
 test_matches_naive = conforms(moe_gemm, naive, examples=5)
 test_rows = rows_independent(moe_gemm)
+test_rounding_points = rounds_as_stated(moe_gemm, naive, dict(M=20), change=_with_a_strong_shared_expert)
 
 
 def case(m: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

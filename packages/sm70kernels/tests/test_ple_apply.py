@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels.ops.ple_apply import ple_apply
-from sm70kernels.testing import DTYPES, clone, conforms, same_bits
+from sm70kernels.testing import DTYPES, clone, conforms, rounds_as_stated, same_bits
 
 S, E, KW, DILATION, HL, SLOTS = 4, 24, 4, 3, 9, 6
 
@@ -64,8 +64,13 @@ def naive(
     return c_all
 
 
+def _with_live_requests(arguments: dict[str, Any]) -> None:
+    arguments |= dict(slot=torch.arange(4).int(), rows=torch.full((4,), 4).int(), fresh=torch.zeros(4).int(), kind="decode", write=True)
+
+
 test_matches_naive = conforms(ple_apply, naive, examples=12)
 test_matches_naive_with_the_models_taps = conforms(ple_apply, naive, examples=6, dims=dict(S=S, KW=KW, DIL=DILATION))
+test_rounding_points = rounds_as_stated(ple_apply, naive, dict(N=4, M=16, KW=KW, DIL=DILATION), change=_with_live_requests)
 
 
 def case(requests: int, width: int, dtype: torch.dtype = torch.float32, kind: str = "decode", **given: Any) -> dict[str, Any]:
@@ -199,3 +204,18 @@ def test_no_requests_and_no_rectangle() -> None:
     a["h"], a["e"] = a["h"][:3].contiguous(), a["e"][:3].contiguous()
     with pytest.raises(ValueError, match="M=3 is not a multiple of slot axis 0: N=2"):
         ple_apply(**a)
+
+
+def test_a_small_score_is_raised_to_the_floor_before_its_root() -> None:
+    """A query weight of -1 + 2^-23 leaves scores near 1e-7; the root is that of 1e-6, with the score's sign."""
+    a = case(1, 5)
+    a["norm_query"].fill_(-1.0 + 2.0**-23)
+    a["conv_w"].zero_()
+    wide = {name: item.double() if isinstance(item, Tensor) and item.is_floating_point() else item for name, item in clone(a).items()}
+    before = a["h"].double()
+    ple_apply(**a)
+    naive(*wide.values())
+    value = (wide["e"] @ wide["value_w"].T)[:, None]
+    share = ((a["h"].double() - before) / value - 0.5).abs()  # sigmoid(x) - 1/2 is x / 4 for a small x
+    assert (share[value.abs().expand_as(share) > 0.3] - 1e-3 / 4).abs().max() < 3e-6
+    torch.testing.assert_close(a["h"].double(), wide["h"], rtol=1e-6, atol=1e-6)

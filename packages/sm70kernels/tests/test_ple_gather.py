@@ -35,3 +35,7 @@ def test_a_nan_row_shows_only_where_it_is_asked_for() -> None:
     e = ple_gather(rows, table, 5)
     assert torch.isnan(e[0]).all()
     assert same_bits(e[1:], torch.zeros(2, 8))
+
+
+def test_bytes_count_what_is_moved_and_not_what_is_held() -> None:
+    assert ple_gather.bytes(dict(M=5, RW=320_001_536)) == 5 * 16 * (8 + 2 * 160 * 2)

@@ -84,7 +84,8 @@ def test_off_values_keep_everything() -> None:
 
 def test_the_most_likely_token_always_stays() -> None:
     assert kept([0.0, 1.0, 0.5], top_p=1e-30) == kept([0.0, 1.0, 0.5], top_p=0.0) == [1]
-    assert kept([0.0, 1.0, 0.5], min_p=1.0) == [1]
+    assert kept([0.0, 1.0, 0.5], min_p=1.0) == kept([0.0, 1.0, 0.5], min_p=1.5) == [1]
+    assert kept([0.0, 1.0, 0.5], min_p=1.5, top_k=2) == [1]
     assert kept([7.0], top_k=1, top_p=0.1, min_p=1.0) == [0]
 
 

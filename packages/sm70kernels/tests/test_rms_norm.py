@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels import rms_norm
-from sm70kernels.testing import conforms, rows_independent, same_bits
+from sm70kernels.testing import conforms, rounds_as_stated, rows_independent, same_bits
 
 
 def naive(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
@@ -22,6 +22,7 @@ def naive(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
 
 test_matches_naive = conforms(rms_norm, naive)
 test_rows = rows_independent(rms_norm)
+test_rounding_points = rounds_as_stated(rms_norm, naive, dict(M=20))
 
 
 def test_zero_rows_stay_zero_and_bad_rows_stay_alone() -> None:

@@ -181,3 +181,12 @@ def test_a_large_vocabulary_gives_the_same_token_alone() -> None:
         sparse = one | {"logits": one["logits"].clone()}
         sparse["logits"][sparse["logits"] < one["logits"].flatten()[tokens[i, 0]] - 1e-3] = -math.inf
         assert torch.equal(sample_verify(**sparse)[0], tokens[i : i + 1])
+
+
+def test_noise_of_the_extreme_words_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest 128 words round up to u = 1 in float32, whose noise would be infinite."""
+    words = np.array([[0], [1], [2**32 - 129], [2**32 - 1]], np.uint64)
+    monkeypatch.setattr(philox, "philox4x32", lambda counter, key: words)
+    low, _, high, highest = philox.gumbel(torch.zeros(1, dtype=torch.int64), vector(0), vector(0))[0].tolist()
+    assert low == pytest.approx(33 * math.log(2), rel=1e-6)
+    assert -3.0 < highest <= high < -2.7

@@ -31,3 +31,7 @@ def test_pairs_take_effect_in_order() -> None:
 
 def test_onto_itself_and_negative_indices_change_nothing() -> None:
     assert copied([(3, 3), (-1, 2), (2, -1)]) == [0, 1, 2, 3, 4]
+
+
+def test_bytes_count_what_is_moved_and_not_what_is_held() -> None:
+    assert state_copy.bytes(dict(L=3, SL=500, W=1000, N=2)) == 2 * (8 + 2 * 3 * 1000)

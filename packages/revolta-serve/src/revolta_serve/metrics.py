@@ -91,6 +91,7 @@ class _EngineCollector(Collector):
         usage = status.blocks_used / status.blocks_total if status.blocks_total else 0.0
         yield self._gauge("num_requests_running", "Requests that are being computed.", status.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", status.waiting)
+        yield self._gauge("num_requests_stalled", "Running requests that wait for a block an older one may need.", status.stalled)
         yield self._gauge("kv_cache_usage_perc", "Part of the token blocks in use, 0 to 1.", usage)
         yield self._gauge("kv_blocks_used", "Token blocks in use.", status.blocks_used)
         yield self._gauge("kv_blocks", "Token blocks.", status.blocks_total)

@@ -31,7 +31,6 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     """Every id that ends the answer, the checkpoint's own included unless ignored."""
-    arrival: float = 0.0
 
 
 class Output(Struct, frozen=True, kw_only=True):

@@ -276,16 +276,21 @@ TAKEN: dict[str, Any] = {
 }
 """Which of them a field of a type may hold."""
 
-EMPTY: dict[str, str] = {
-    "model": "string", "stream": "boolean", "n": "none", "stop": "list", "stop_token_ids": "list", "temperature": "number", "top_p": "none",
-    "min_p": "number", "max_tokens": "none", "seed": "number", "ignore_eos": "boolean", "return_token_ids": "boolean", "stream_options": "none",
-    "skip_special_tokens": "boolean", "include_stop_str_in_output": "boolean", "request_id": "none", "logit_bias": "object",
-    "frequency_penalty": "number", "presence_penalty": "number", "repetition_penalty": "none", "bad_words": "list", "min_tokens": "number",
-    "response_format": "none", "use_beam_search": "boolean", "messages": "none", "max_completion_tokens": "none", "logprobs": "boolean",
-    "top_logprobs": "number", "tools": "none", "functions": "list", "tool_choice": "none", "reasoning_effort": "none",
-    "include_reasoning": "boolean", "chat_template_kwargs": "object", "continue_final_message": "boolean", "add_generation_prompt": "boolean",
-    "echo": "boolean",
-}  # fmt: skip
+FIELDS_BY_TYPE: dict[str, str] = {
+    "string": "model",
+    "boolean": """
+        stream ignore_eos return_token_ids skip_special_tokens include_stop_str_in_output use_beam_search logprobs
+        include_reasoning continue_final_message add_generation_prompt echo
+        """,
+    "none": """
+        n top_p max_tokens stream_options request_id repetition_penalty response_format messages max_completion_tokens tools
+        tool_choice reasoning_effort
+        """,
+    "list": "stop stop_token_ids bad_words functions",
+    "number": "temperature min_p seed frequency_penalty presence_penalty min_tokens top_logprobs",
+    "object": "logit_bias chat_template_kwargs",
+}
+EMPTY = {name: kind for kind, names in FIELDS_BY_TYPE.items() for name in names.split()}
 
 OF_A_MESSAGE: list[tuple[str, str, str]] = [
     ("user", "content", "string"),

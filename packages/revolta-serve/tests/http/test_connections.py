@@ -183,7 +183,8 @@ def test_writing_to_a_closed_transport_is_a_client_that_has_gone(closing: bool) 
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
 
     lost: Any = _Lost(closing)
-    run = _Careful(app, lost, lost)({}, send, send)
+    receive: Any = None
+    run = _Careful(app, lost, lost)({}, receive, send)
     if closing:
         asyncio.run(run)
     else:

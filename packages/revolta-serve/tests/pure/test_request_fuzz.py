@@ -104,41 +104,15 @@ def test_any_bytes(raw: bytes) -> None:
 
 
 pieces = st.sampled_from(
-    [
-        *"aé\U0001f642,:[]{}\x7f",
-        "\\ud800",
-        "\\udfff",
-        "\\uDFFF\\ud800",
-        "\\ud83d\\ude42",
-        "\\u0000",
-        '\\"',
-        "\\\\",
-        "\\/",
-        "\\n",
-        "\ud800",
-        "\n",
-        "k" * 70,
-    ]
+    [*"aé🙂,:[]{}\x7f\ud800\n", r"\ud800", r"\udfff", r"\uDFFF\ud800", r"\ud83d\ude42", r"\u0000", r"\"", r"\\", r"\/", r"\n", "k" * 70]
 )
 texts = st.lists(pieces, max_size=4).map(lambda parts: f'"{"".join(parts)}"')
 numbers = st.sampled_from(
     [
-        "0",
-        "-0",
-        "1.5",
-        "1e5",
-        "NaN",
-        "Infinity",
-        "-Infinity",
-        "1e999",
-        "-1e999",
-        "1e-999",
-        "9" * 30,
-        "-" + "9" * 50,
-        "9" * 5000,
-        "0." + "1" * 400,
+        *["0", "-0", "1.5", "1e5", "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "01", "+1"],
+        *[".5", "1.", "0x1", "nan", "--1"],
+        *("9" * 30, "-" + "9" * 50, "9" * 5000, "0." + "1" * 400),
     ]
-    + ["01", "+1", ".5", "1.", "0x1", "nan", "--1"]
 )
 json_texts = st.recursive(
     texts | numbers | st.sampled_from(["true", "false", "null", "", "True"]),

@@ -29,7 +29,8 @@ def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Array, 
     """Return (g, beta), float32 [.., HV] like a and b: the log decay (<= 0) and the write strength (0..1) of each head.
 
     g = -exp(A_log) softplus(a + dt_bias); beta = sigmoid(b). A_log and dt_bias are [HV], or [L, HV] for a and b [L, .., HV]. g is
-    computed in float64 and rounded once: its error is multiplied by up to exp(A_log) before another exponential sees it; one below the range of float32 becomes -inf, whose exponential is the same 0.
+    computed in float64 and rounded once: its error is multiplied by up to exp(A_log) before another exponential sees it. One below
+    the range of float32 becomes -inf, whose exponential is the same 0.
     """
     raw, log_rate, bias = rows.floats(a), A_log.numpy(), dt_bias.numpy()
     if log_rate.ndim > 1:

@@ -53,6 +53,7 @@ def test_the_good_call_passes_with_any_size_of_a_specialised_dim() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (dict(w=torch.nn.Parameter(torch.zeros(8, 4))), "sample: w: requires grad, and ops have no gradient; pass w.detach()"),
         (dict(w=torch.zeros(8, 5)), "sample: w axis 1: expected K=4 (bound by x axis 1), got 5"),
         (dict(w=torch.zeros(7, 4)), "sample: w axis 0: expected N = 2*K = 8, got N=7"),
         (dict(x=torch.zeros(9, 4)), "sample: x axis 0: expected M <= 8, got M=9"),

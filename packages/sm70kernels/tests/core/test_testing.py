@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sm70kernels import inputs
 from sm70kernels.op import INV, Dim, Exact, Op, Ratio, Spec
-from sm70kernels.testing import DTYPES, conforms, poison, poisoned_memory, rows_independent, same_bits
+from sm70kernels.testing import DTYPES, conforms, poison, poisoned_memory, rounds_as_stated, rows_independent, same_bits
 
 
 def declare(reference: Callable[..., Any], tolerance: Ratio | Exact | None = None) -> Op[Any]:
@@ -146,3 +146,31 @@ def test_same_bits_tells_zeros_apart_and_nan_alike() -> None:
     assert same_bits((nan, None), (nan.clone(), None))
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert not same_bits(torch.tensor([0.0]), torch.tensor([0.0]).half())
+
+
+def squared_product(x: Tensor, w: Tensor, h: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    return h(naive(x, w)) ** 2
+
+
+def squared_as_stated(x: Tensor, w: Tensor) -> Tensor:
+    return (good(x, w).float() ** 2).to(x.dtype)
+
+
+def squared_unrounded(x: Tensor, w: Tensor) -> Tensor:
+    return (good(x.float(), w.float()) ** 2).to(x.dtype)
+
+
+def test_roundings_are_seen_when_missing_when_too_many_and_when_invisible() -> None:
+    sizes = dict(M=20)
+    rounds_as_stated(declare(squared_as_stated), squared_product, sizes)()
+    rounds_as_stated(declare(good), naive, sizes)()
+    with pytest.raises(AssertionError, match="differ from the definition with its roundings"):
+        rounds_as_stated(declare(squared_unrounded), squared_product, sizes)()
+    with pytest.raises(AssertionError, match="differ from the definition with its roundings"):
+        rounds_as_stated(declare(squared_as_stated), lambda x, w: naive(x, w) ** 2, sizes)()
+
+    def rounded_before_the_end(x: Tensor, w: Tensor, h: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+        return h(naive(x, w))
+
+    with pytest.raises(AssertionError, match="shows nowhere"):
+        rounds_as_stated(declare(good), rounded_before_the_end, sizes)()

@@ -56,7 +56,7 @@ class Generation:
         self._choices = [
             _Choice(
                 index=number * options.n + choice,
-                request=_request(f"{id}-{number}-{choice}-{secrets.token_hex(4)}", prompt, options, choice, self._arrival),
+                request=_request(f"{id}-{number}-{choice}-{secrets.token_hex(4)}", prompt, options, choice),
                 answer=AnswerStream(api.tokenizer, prompt.ids, options.text, think),
             )
             for number, prompt in enumerate(prompts)
@@ -161,7 +161,7 @@ def _failure(output: Output) -> EngineError:
     return EngineError(output.error or "generation failed")
 
 
-def _request(id: str, prompt: Prompt, options: Options, choice: int, arrival: float) -> GenerateRequest:
+def _request(id: str, prompt: Prompt, options: Options, choice: int) -> GenerateRequest:
     plain = options.sampling
     sampling = SamplingParams(
         temperature=plain.temperature,
@@ -176,5 +176,4 @@ def _request(id: str, prompt: Prompt, options: Options, choice: int, arrival: fl
         max_tokens=prompt.max_tokens,
         sampling=sampling,
         stop_token_ids=options.stop_token_ids,
-        arrival=arrival,
     )

@@ -1,5 +1,6 @@
 """A rank behind a channel: the runner's start-up report first, then a result for every plan."""
 
+import gc
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,6 +20,9 @@ class Steps(Protocol):
         """Execute a plan."""
 
 
+GC_ALLOCATIONS = 20_000
+"""Allocations between two collections of the youngest generation in a rank; Python's own default is 700."""
+
 Load = Callable[[ServeConfig, int], Steps]
 """Loads a rank. Raises RevoltaError for whatever the user can mend."""
 
@@ -29,9 +33,16 @@ def load_runner(config: ServeConfig, rank: int) -> Steps:
     from revolta_serve.runner.runner import Runner
 
     if rank:
-        return Runner.load(config, rank)
-    with LoadProgress() as progress:
-        return Runner.load(config, rank, progress)
+        runner = Runner.load(config, rank)
+    else:
+        with LoadProgress() as progress:
+            runner = Runner.load(config, rank, progress)
+    # What is loaded stays, and a step makes thousands of short-lived arrays: collections that look for cycles among all of it took
+    # a tenth of a tiny model's decode step.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_ALLOCATIONS)
+    return runner
 
 
 def local(runner: Steps) -> LocalChannel:

@@ -39,4 +39,6 @@ ple_gather = Op(
         JW=Derived("J*W"),
     ),
     inputs=dict(rows=inputs.integers(0, 60), row_start=inputs.integers(0, 12)),
+    # Gathered rows, not the table: each is read and written once.
+    bytes=lambda d, dtype: d["M"] * d["J"] * (8 + 2 * d["W"] * dtype.itemsize),
 )
