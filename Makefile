@@ -84,6 +84,7 @@ $(MADE):
 
 $(SERVE): requirements/$(ENV)-serve.lock $(PROJECTS) | $(MADE)
 	@rm -f $(VENV)/.installed-*
+	@echo "setup: installing what serving needs, torch among it: a minute or more, and gigabytes where pip finds only its CUDA build"
 	$(INSTALL) -r requirements/$(ENV)-serve.lock
 	$(INSTALL) --no-deps --no-build-isolation -e packages/sm70kernels -e packages/revolta-serve
 	$(PIP) check

@@ -62,6 +62,10 @@ BOTH: list[tuple[str, Any, str]] = [
     ("frequency_penalty", 0.5, "frequency_penalty"),
     ("repetition_penalty", 1.1, "repetition_penalty"),
     ("logit_bias", {"x": 1}, "logit_bias"),
+    ("length_penalty", 2, "length_penalty"),
+    ("typical_p", 0.5, "typical_p"),
+    ("grammar", "root ::= x", "grammar"),
+    ("logits_processors", ["x"], "logits_processors"),
     ("min_tokens", 1, "min_tokens"),
     ("bad_words", [""], "bad_words"),
     ("allowed_token_ids", [1], "allowed_token_ids"),
@@ -77,6 +81,9 @@ BOTH: list[tuple[str, Any, str]] = [
 ]
 
 ONLY_CHAT: list[tuple[str, Any, str]] = [
+    ("enable_thinking", True, "enable_thinking"),
+    ("thinking", {"type": "enabled"}, "thinking"),
+    ("best_of", 3, "best_of"),
     ("messages", None, "messages"),
     ("messages", [], "messages"),
     ("messages", "hi", "messages"),

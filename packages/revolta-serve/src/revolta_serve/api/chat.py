@@ -13,6 +13,7 @@ from revolta_serve.api.chat_prompt import read_chat_prompt
 from revolta_serve.api.context import Api, api_of
 from revolta_serve.api.fields import Fields
 from revolta_serve.api.generation import Prompt
+from revolta_serve.api.errors import UnsupportedParameterError
 from revolta_serve.api.options import Options, answer_budget, read_options, refuse_unsupported
 from revolta_serve.api.render import Renderer
 from revolta_serve.api.shapes import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatMessage
@@ -32,8 +33,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "chat_template": (),
     "verbosity": ("medium",),
+    "best_of": (1,),
 }
 """Unsupported fields of this route and the values that ask for nothing."""
+
+MISPLACED = ("enable_thinking", "thinking")
+"""Spellings of other servers and dialects: dropping them would give an answer without the thinking that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,10 @@ def read_chat(api: Api, fields: Fields) -> ChatPlan:
     """Check, render and encode a request; for a thread, it may take a while."""
     api.check_model(fields)
     refuse_unsupported(fields, NEUTRAL)
+    for name in MISPLACED:
+        if fields.has(name):
+            way_out = 'say reasoning_effort, or chat_template_kwargs: {"enable_thinking": true}'
+            raise UnsupportedParameterError(f"{fields.at(name)}: not a field of this route; {way_out}", param=fields.at(name))
     options = read_options(fields, api.defaults, api.tokenizer.size, ("max_completion_tokens", "max_tokens"))
     api.check_sequences(1, options.n, "n")
     include_reasoning = fields.boolean("include_reasoning", True)

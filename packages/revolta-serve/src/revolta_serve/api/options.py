@@ -49,6 +49,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "priority": (0,),
     "cache_salt": (),
     "response_format": ({"type": "text"},),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "logits_processors": ([],),
+    "grammar": ("",),
 }
 """Unsupported fields of both routes and the values that ask for nothing; null and absence always do."""
 
