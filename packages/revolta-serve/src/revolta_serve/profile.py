@@ -127,7 +127,8 @@ def _known(path: str, place: str, entries: Mapping[str, Entry]) -> str:
     section, _, key = path.partition(".")
     sections = {entry.partition(".")[0] for entry in entries}
     if section not in sections:
-        raise ConfigError(f"{place}: there is no section [{section}]{_nearest(section, sections)}; sections are {', '.join(sorted(sections))}")
+        known = ", ".join(sorted(sections))
+        raise ConfigError(f"{place}: there is no section [{section}]{_nearest(section, sections)}; sections are {known}")
     keys = [entry.partition(".")[2] for entry in entries if entry.startswith(f"{section}.")]
     raise ConfigError(f"{place}: {path} is not a field of [{section}]{_nearest(key, keys)}; it has {', '.join(sorted(keys))}")
 

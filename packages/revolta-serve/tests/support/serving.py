@@ -77,5 +77,3 @@ def serve(
         scheduler.abort(live)
     runner.step(StepPlan(step=0, slices=(), forget=tuple(names)))
     return trace
-
-

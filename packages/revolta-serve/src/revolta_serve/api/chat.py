@@ -11,9 +11,9 @@ from starlette.types import ASGIApp
 from revolta_serve.api.answer import respond
 from revolta_serve.api.chat_prompt import read_chat_prompt
 from revolta_serve.api.context import Api, api_of
+from revolta_serve.api.errors import UnsupportedParameterError
 from revolta_serve.api.fields import Fields
 from revolta_serve.api.generation import Prompt
-from revolta_serve.api.errors import UnsupportedParameterError
 from revolta_serve.api.options import Options, answer_budget, read_options, refuse_unsupported
 from revolta_serve.api.render import Renderer
 from revolta_serve.api.shapes import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatMessage
