@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels import attention_merge
-from sm70kernels.testing import conforms, rows_independent, same_bits
+from sm70kernels.testing import conforms, rounds_as_stated, rows_independent, same_bits
 
 
 def naive(parts: Tensor, lse: Tensor, gate: Tensor | None, dtype: str, h: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
@@ -28,6 +28,7 @@ def naive(parts: Tensor, lse: Tensor, gate: Tensor | None, dtype: str, h: Callab
 
 
 test_matches_naive = conforms(attention_merge, naive)
+test_rounding_points = rounds_as_stated(attention_merge, naive, dict(M=20))
 test_rows = rows_independent(attention_merge)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels import attention_merge, qsa_attention, qsa_localize
-from sm70kernels.testing import conforms, rows_independent, same_bits
+from sm70kernels.testing import conforms, rounds_as_stated, rows_independent, same_bits
 
 LOG2E = math.log2(math.e)
 
@@ -51,6 +51,7 @@ def naive(
 
 
 test_matches_naive = conforms(qsa_attention, naive, examples=5, dims={"HQ": 2})
+test_rounding_points = rounds_as_stated(qsa_attention, naive, dict(M=20))
 test_rows = rows_independent(qsa_attention, examples=12)
 
 SIZES = {"M": 20, "HQ": 4, "HK": 2, "D": 32, "W": 150, "B": 40, "P": 64, "N": 4, "PT": 6}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels import qsa_compress
-from sm70kernels.testing import conforms, same_bits
+from sm70kernels.testing import conforms, rounds_as_stated, same_bits
 
 
 def naive(
@@ -44,6 +44,7 @@ def naive(
 
 
 test_matches_naive = conforms(qsa_compress, naive)
+test_rounding_points = rounds_as_stated(qsa_compress, naive, dict(M=20))
 
 SIZES = {"DI": 16, "RH": 4, "SL": 3, "RR": 12, "B": 6, "PK": 8}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels import qsa_prepare
-from sm70kernels.testing import conforms, rows_independent, same_bits
+from sm70kernels.testing import conforms, rounds_as_stated, rows_independent, same_bits
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,6 +56,7 @@ def naive(
 
 
 test_matches_naive = conforms(qsa_prepare, naive, examples=5, dims={"D": 24, "DI": 16})
+test_rounding_points = rounds_as_stated(qsa_prepare, naive, dict(M=20))
 test_rows = rows_independent(qsa_prepare)
 
 SIZES = {"M": 3, "HQ": 4, "HK": 2, "D": 24, "HI": 4, "DI": 16, "RH": 4}
