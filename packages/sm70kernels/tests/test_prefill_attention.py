@@ -171,3 +171,23 @@ def test_wrong_calls_are_refused() -> None:
         run(x | {"partial": True, "gate": x["q"], "out": x["out"].float()})
     with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
         run(x | {"rank": 2, "world": 2})
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_value_that_is_not_finite_stays_with_the_rows_that_see_it(value: float) -> None:
+    """Row 39 must not know that the slice goes on to a bad token 40: a slice cut there has the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(64, 2, 20, generator=generator)
+    k, v = (torch.randn(1, 64, 1, 20, generator=generator) for _ in range(2))
+
+    def run(v: Tensor) -> Tensor:
+        o, lse = torch.zeros(64, 2, 20), torch.zeros(64, 2)
+        rows, table = torch.arange(64, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+        prefill_attention(q, rows, torch.zeros_like(rows), k, v, table, 0.2, 2051, 0, 1, None, False, o, lse)
+        return o
+
+    good, bad = run(v), v.clone()
+    bad[0, 40] = value
+    seen = run(bad)
+    assert torch.equal(seen[:40], good[:40])
+    assert not seen[40:].isfinite().any()

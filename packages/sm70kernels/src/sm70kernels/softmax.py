@@ -201,18 +201,25 @@ def _attend(
         p = p.astype(np.float16).astype(np.float32)
     v = _gather(pools[1], cells)
 
-    def weigh() -> Floats:
+    def weigh(v: Floats) -> Floats:
         parts = products[1](p, v)
         if w is not None:
             parts *= w
         return _ascending(parts)
 
     # A masked column meets p = 0: nothing, if its V is finite. Memory nobody owns may hold anything, and would show.
-    o = weigh()
+    o = weigh(v)
     if not math.isfinite(np.vdot(o, o)):
         foreign = (~owned).reshape(r, blocks, COLUMNS).swapaxes(0, 1)
         np.copyto(v, _ZERO, where=foreign[:, :, None, :, None])
-        o = weigh()
+        o = weigh(v)
+        if count > 1 and not math.isfinite(np.vdot(o, o)):
+            # A token's own infinity or NaN belongs to the rows that see it. The others get the same product, hence the same bits,
+            # over a V without what they do not see: they must not know how far the slice goes on.
+            for row in range(count):
+                mine = np.where(hidden[:, :, row][:, :, None, :, None], _ZERO, v)
+                rows = slice(row * (q // count), (row + 1) * (q // count))
+                o[:, :, rows] = weigh(mine)[:, :, rows]
     o += _ZERO  # a block of masked columns adds zeros of any sign: -0 becomes +0, with or without it
     # The largest p and its block's w are 1, so l >= 1, or 0 for a row without columns: o is 0 then, and lse = m + log2(0) = -inf.
     o /= np.maximum(total, _ONE)
