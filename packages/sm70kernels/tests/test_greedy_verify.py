@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,3 +37,9 @@ def test_one_row_is_plain_decoding() -> None:
     tokens, count = greedy_verify(vector(3, 0).view(2, 1), vector(-1, -1).view(2, 1), vector(1, 1))
     assert tokens.tolist() == [[3], [0]]
     assert count.tolist() == [1, 1]
+
+
+def test_more_rows_than_there_are_is_refused() -> None:
+    target = torch.tensor([[5, 6]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="3 valid rows of a request that has 2"):
+        greedy_verify(target, target.clone(), torch.tensor([3], dtype=torch.int32))

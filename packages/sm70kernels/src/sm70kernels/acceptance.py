@@ -16,9 +16,11 @@ def accept(target: Tensor, draft: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]
 
     Row t produced target[:, t]; draft[:, t] is the token row t + 1 was computed from. A request keeps its targets up to and
     including the first that differs from its draft, or its last row's: count = 1 + accepted drafts, 0 when it has no rows.
-    Tokens from count on are -1.
+    Tokens from count on are -1. Raises ValueError when a request claims more rows than the T it has.
     """
     produced, owned = target.numpy(), rows.numpy()
+    if owned.max(initial=0) > produced.shape[1]:
+        raise ValueError(f"rows: {owned.max()} valid rows of a request that has {produced.shape[1]} (target axis 1); pass at most that")
     column = np.arange(produced.shape[1], dtype=np.int32)
     accepted = np.logical_and.accumulate(produced == draft.numpy(), axis=1).sum(1, dtype=np.int32)
     # The last row's token is judged by nobody in this step, whatever its draft column holds.
