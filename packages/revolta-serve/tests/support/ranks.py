@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from revolta_serve.config import ModelSource, ParallelConfig, ServeConfig
 from revolta_serve.model.model_config import ModelConfig
-from revolta_serve.parallel.groups import close_groups
 from revolta_serve.runner.runner import Runner
 from revolta_serve.types import Slice
 from sm70kernels import moe_route, qsa_select
@@ -90,7 +90,8 @@ def _one_rank(rank: int, config: ServeConfig, texts: list[list[int]], prompt: li
     kv_bytes = runner.pools.k.nbytes + runner.pools.v.nbytes
     seen = Ranked(passes, experts, blocks, logits, sampled, runner.report.weight_bytes, kv_bytes, calls, steps)
     torch.save(seen, f"{out}/{rank}")
-    close_groups(groups)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_ranks(

@@ -74,9 +74,3 @@ def create_groups(rank: int, tensor: int, context: int, rendezvous: str | None) 
         if rank in members and context > 1:
             shared = Group(rank - first, context, handle)
     return Groups(Group(rank, tensor, dist.group.WORLD), shared)
-
-
-def close_groups(groups: Groups) -> None:
-    """Leave the process groups; a no-op for a single rank."""
-    if groups.tensor.handle is not None:
-        dist.destroy_process_group()

@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Rows:
-    """Where the rows of each slice lie in a pass, in numpy before they become tensors."""
+    """Where the rows of each slice lie in a prefill pass."""
 
     first: list[int]
     """First row of each slice."""
@@ -67,12 +67,12 @@ class BatchBuilder:
         if row is not None:
             self.free.append(row)
 
-    def decode(self, slices: Sequence[Slice]) -> tuple[Batch, Rows]:
+    def decode(self, slices: Sequence[Slice]) -> Batch:
         """One row a request, in slice order. Products that need whole tiles pad by themselves.
 
         A few rows are laid out in Python numbers: every numpy call that this saves costs as much as a row.
         """
-        c, count, ranks, ratio = self.config, len(slices), self.context.size, self.config.index_ratio
+        c, ranks, ratio = self.config, self.context.size, self.config.index_ratio
         places, window, vectors, indices, angles, opening = [], [], [], [], [], []
         for n, piece in enumerate(slices):
             p, row = piece.start, self.row_of[piece.request]
@@ -90,13 +90,12 @@ class BatchBuilder:
         position, number, visible, slot, one, fresh = torch.from_numpy(np.array(vectors, np.int32).T.copy()).unbind(0)
         ids, kv_index, key_index = torch.from_numpy(np.array(indices, np.int64).T.copy()).unbind(0)
         cos, sin, block_cos, block_sin = self._factors(np.array(angles + opening, np.int64))
-        batch = Batch(
+        return Batch(
             kind="decode", ids=ids, context=torch.from_numpy(np.array(window, np.int64)), position=position,
             cos=cos, sin=sin, block_cos=block_cos, block_sin=block_sin, request=number, block_table=torch.from_numpy(table),
             kv_index=kv_index, key_index=key_index, visible=visible, row_slot=slot, first=number,
             slot=slot, start=number, rows=one, fresh=fresh, sparse=max(piece.start for piece in slices) >= c.dense_positions,
         )  # fmt: skip
-        return batch, Rows(list(range(count)), [1] * count, count)
 
     def prefill(self, slices: Sequence[Slice]) -> tuple[Batch, Rows]:
         """One ragged pass: every slice has its own 64-row tiles."""

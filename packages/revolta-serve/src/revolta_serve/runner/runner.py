@@ -114,7 +114,7 @@ class Runner:
         )
 
     def _decode(self, slices: Sequence[Slice]) -> list[SliceResult]:
-        batch, _ = self.builder.decode(slices)
+        batch = self.builder.decode(slices)
         return self._sample(self.model.logits(self.model.forward(batch, self.pools).mixed), slices)
 
     def _prefill(self, slices: Sequence[Slice]) -> list[SliceResult]:
