@@ -50,7 +50,7 @@ test-http: $(FULL) ## Test the server over loopback HTTP (4 minutes)
 test-kernels: $(FULL) ## Test every op of sm70kernels against its definition (4 minutes)
 	@$(TIER) kernels $(ARGS)
 
-test-full: $(FULL) ## Run the sweeps and long runs that make test leaves out (25 minutes)
+test-full: $(FULL) ## Run the sweeps and long runs that make test leaves out (35 minutes)
 	@$(TIER) full $(ARGS)
 
 # All of them run, whatever fails first: one look shows everything there is to mend.

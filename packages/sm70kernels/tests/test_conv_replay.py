@@ -22,6 +22,10 @@ def naive(window: Tensor, x: Tensor, slot: Tensor, accepted: Tensor, snapshot_sl
                 window[layer, slot[i]] = torch.stack(held)
 
 
+def vector(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 test_matches_naive = conforms(conv_replay, naive, examples=20)
 
 
@@ -29,15 +33,23 @@ test_matches_naive = conforms(conv_replay, naive, examples=20)
 def test_equals_the_windows_gdn_conv_would_have_stored(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     layers, requests, width, channels = 3, 6, 4, 20
-    window = torch.randn(layers, 8, 3, channels, generator=generator).to(dtype)
+    window = torch.randn(layers, 14, 3, channels, generator=generator).to(dtype)
     x = torch.randn(layers, requests, width, channels, generator=generator).to(dtype)
-    slot = torch.tensor([5, -1, 0, 3, 7, 1], dtype=torch.int32)
-    accepted = torch.tensor([1, 2, 0, 3, 4, 2], dtype=torch.int32)
-    expected, none = window.clone(), torch.zeros(6, dtype=torch.int32)
-    for layer in range(layers):
-        weight = torch.ones(channels, 4, dtype=dtype)
-        gdn_conv(x[layer].flatten(0, 1), weight, expected[layer], slot, none, accepted, none, "decode", True)
-    conv_replay(window, x, slot, accepted, none - 1, none)
+    slot, accepted = vector(5, -1, 0, 3, 7, 1), vector(1, 2, 0, 3, 4, 2)
+    target, at = vector(8, 9, 10, 11, 12, -1), vector(1, 1, 1, 2, 3, 1)
+    before, none, keep = window.clone(), torch.zeros(6, dtype=torch.int32), torch.zeros(6, 0, dtype=torch.int32)
+
+    def stored(rows: Tensor) -> Tensor:
+        pool = before.clone()
+        for layer in range(layers):
+            weight = torch.ones(channels, 4, dtype=dtype)
+            gdn_conv(x[layer].flatten(0, 1), weight, pool[layer], slot, none, rows, none, keep, keep, "decode", True)
+        return pool
+
+    conv_replay(window, x, slot, accepted, target, at)
+    expected, middle = stored(accepted), stored(at)
+    for i in (0, 3, 4):
+        expected[:, target[i]] = middle[:, slot[i]]
     assert same_bits(window, expected)
 
 

@@ -10,7 +10,17 @@ from sm70kernels.testing import clone, conforms, rounds_as_stated, same_bits
 
 
 def naive(
-    x: Tensor, weight: Tensor, window: Tensor, slot: Tensor, start: Tensor, rows: Tensor, fresh: Tensor, kind: str, write: bool
+    x: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    slot: Tensor,
+    start: Tensor,
+    rows: Tensor,
+    fresh: Tensor,
+    keep_slot: Tensor,
+    keep_at: Tensor,
+    kind: str,
+    write: bool,
 ) -> Tensor:
     y = torch.zeros_like(x)
     taps = weight.shape[1]
@@ -25,15 +35,18 @@ def naive(
                 seen.append(float(x[t, c]))
                 total = sum(float(weight[c, j]) * seen[len(seen) - taps + j] for j in range(taps))
                 y[t, c] = total / (1.0 + math.exp(-total))
-            if write and count:
-                window[s, :, c] = torch.tensor(seen[len(seen) - taps + 1 :], dtype=window.dtype)
+            for taken, target in [*zip(keep_at[i].tolist(), keep_slot[i].tolist(), strict=True), (count, s)]:
+                if write and target >= 0 and 1 <= taken <= count:
+                    window[target, :, c] = torch.tensor(seen[taken : taken + taps - 1], dtype=window.dtype)
     return y
 
 
 test_matches_naive = conforms(gdn_conv, naive, examples=12)
 test_rounding_points = rounds_as_stated(gdn_conv, naive, dict(M=24, N=4))
 
-SIZES = {"M": 40, "N": 10, "SL": 12, "C": 20, "KW": 4}
+SIZES = {"M": 40, "N": 10, "KS": 0, "SL": 12, "C": 20, "KW": 4}
+NOTHING = (torch.zeros(1, 0, dtype=torch.int32),) * 2
+"""keep_slot and keep_at of a call with one request that keeps nothing."""
 
 
 def vector(*values: int) -> Tensor:
@@ -56,7 +69,7 @@ def test_a_request_alone_has_the_bits_it_has_in_any_batch(dtype: torch.dtype) ->
     y = gdn_conv(**together)
     for i in range(10):
         one = clone(call) | {"x": call["x"][4 * i : 4 * i + 4].contiguous()}
-        one |= {name: call[name][i : i + 1].clone() for name in ("slot", "start", "rows", "fresh")}
+        one |= {name: call[name][i : i + 1].clone() for name in ("slot", "start", "rows", "fresh", "keep_slot", "keep_at")}
         assert same_bits(gdn_conv(**one), y[4 * i : 4 * i + 4])
         assert same_bits(one["window"][i], together["window"][i])
 
@@ -69,7 +82,7 @@ def test_prefill_cut_anywhere_equals_whole_and_equals_decode() -> None:
         window, parts = empty.clone(), []
         for first, last in zip([0, *cuts], [*cuts, 90], strict=True):
             new = vector(int(first == 0))
-            parts.append(gdn_conv(x[first:last], weight, window, vector(1), vector(0), vector(last - first), new, kind, True))
+            parts.append(gdn_conv(x[first:last], weight, window, vector(1), vector(0), vector(last - first), new, *NOTHING, kind, True))
         return torch.cat(parts), window[1]
 
     whole = run([], "prefill")
@@ -82,7 +95,7 @@ def test_prefill_cut_anywhere_equals_whole_and_equals_decode() -> None:
 def test_short_sequences_shift_the_window(count: int) -> None:
     window = torch.arange(3.0).view(1, 3, 1).expand(1, 3, 20).contiguous()
     x = 10.0 + torch.arange(float(count)).view(-1, 1).expand(count, 20).contiguous()
-    gdn_conv(x, torch.randn(20, 4), window, vector(0), vector(0), vector(count), vector(0), "prefill", True)
+    gdn_conv(x, torch.randn(20, 4), window, vector(0), vector(0), vector(count), vector(0), *NOTHING, "prefill", True)
     assert window[0, :, 0].tolist() == ([0.0, 1.0, 2.0] + [10.0 + t for t in range(count)])[-3:]
 
 
@@ -129,6 +142,43 @@ def test_negative_zeros_have_the_same_sign_in_one_row_and_in_many() -> None:
     """Four products of -0 sum to +0, whether a request verifies one row or four."""
     x, weight, window = torch.full((4, 20), -0.0), torch.ones(20, 4), torch.full((1, 3, 20), -0.0)
     for kind in ("decode", "prefill"):
-        many = gdn_conv(x, weight, window, vector(0), vector(0), vector(4), vector(0), kind, False)
-        one = gdn_conv(x[:1], weight, window, vector(0), vector(0), vector(1), vector(0), kind, False)
+        many = gdn_conv(x, weight, window, vector(0), vector(0), vector(4), vector(0), *NOTHING, kind, False)
+        one = gdn_conv(x[:1], weight, window, vector(0), vector(0), vector(1), vector(0), *NOTHING, kind, False)
         assert same_bits(many[:1], one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("absent", [(), (0, 3)], ids=["all active", "some inactive"])
+def test_kept_windows_are_those_of_calls_that_end_there(kind: str, absent: tuple[int, ...], dtype: torch.dtype) -> None:
+    made = gdn_conv.make(SIZES | {"M": 48, "N": 6, "SL": 40, "KS": 4}, 7, dtype)
+    made |= {
+        "slot": torch.arange(6).int(),
+        "start": (torch.arange(6) * 8).int(),
+        "rows": vector(8, 5, 1, 8, 2, 7),
+        "fresh": vector(0, 1, 0, 0, 1, 0),
+    }
+    made |= {"kind": kind, "write": True, "keep_slot": torch.arange(10, 34).view(6, 4).int()}
+    made["keep_at"] = torch.tensor([0, 1, 2, 5]).int().expand(6, 4).contiguous()
+    made["keep_slot"][:, 2] = torch.where(torch.arange(6) == 5, -1, made["keep_slot"][:, 2])
+    for i, name in zip(absent, ("slot", "rows"), strict=False):
+        made[name][i] = {"slot": -1, "rows": 0}[name]
+    kept, plain = clone(made), clone(made) | {"keep_slot": torch.full_like(made["keep_slot"], -1)}
+    assert same_bits(gdn_conv(**kept), gdn_conv(**plain))
+    expected = plain["window"]
+    for i in range(6):
+        for target, at in zip(made["keep_slot"][i].tolist(), made["keep_at"][i].tolist(), strict=True):
+            if target >= 0 and 1 <= at <= made["rows"][i] and made["slot"][i] >= 0:
+                ended = clone(plain) | {"window": made["window"].clone(), "rows": made["rows"].clamp(max=at)}
+                gdn_conv(**ended)
+                expected[target] = ended["window"][i]
+    assert same_bits(kept["window"], expected)
+
+
+def test_without_write_nothing_is_kept() -> None:
+    call = decode(write=False, keep_slot=vector(11).expand(10, 1).contiguous(), keep_at=vector(2).expand(10, 1).contiguous())
+    before = call["window"].clone()
+    gdn_conv(**call)
+    assert same_bits(call["window"], before)
+    gdn_conv(**call | {"kind": "prefill"})
+    assert same_bits(call["window"], before)

@@ -21,6 +21,8 @@ def naive(
     start: Tensor,
     rows: Tensor,
     fresh: Tensor,
+    keep_slot: Tensor,
+    keep_at: Tensor,
 ) -> Tensor:
     """The recurrent form, one token at a time."""
     M, C = qkv.shape
@@ -40,17 +42,24 @@ def naive(
                 S = S * math.exp(-math.exp(float(A_log[j])) * (x if x > 20 else math.log1p(math.exp(x))))
                 S = S + torch.outer((v - S @ k) / (1 + math.exp(-float(b[m, j]))), k)
                 o[m, j] = S @ q / math.sqrt(K)
+                for target, at in zip(keep_slot[i], keep_at[i], strict=True):
+                    if target >= 0 and at == m + 1 - start[i]:
+                        state[target, j] = S
             state[slot[i], j] = S
     return o
 
 
 test_matches_naive = conforms(gdn_prefill, naive, examples=6)
 
-SIZES = {"M": 320, "N": 1, "SL": 3, "HK": 2, "HV": 4, "V": 32, "K": 32}
+SIZES = {"M": 320, "N": 1, "KS": 0, "SL": 3, "HK": 2, "HV": 4, "V": 32, "K": 32}
 
 
 def vector(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def pairs(*of_each: list[int]) -> Tensor:
+    return torch.tensor(of_each, dtype=torch.int32)
 
 
 def prompt(rows: int, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: int) -> dict[str, Any]:
@@ -149,3 +158,45 @@ def test_many_tiny_sequences() -> None:
     wide = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in clone(call).items()}
     torch.testing.assert_close(gdn_prefill(**call).double(), naive(**wide), rtol=1e-4, atol=2e-6)
     torch.testing.assert_close(call["state"].double(), wide["state"], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_kept_states_are_those_of_slices_cut_there(dtype: torch.dtype) -> None:
+    call = prompt(256, dtype, SL=8)
+    cut, kept = clone(call), clone(call) | {"keep_slot": pairs([3, -1, 5, 0, 6, 7]), "keep_at": pairs([0, 64, 64, 128, 256, 320])}
+    o = gdn_prefill(**kept)
+    for rows, target in ((64, 5), (128, 0), (256, 6)):
+        assert same_bits(run(cut | {"rows": vector(rows)}, [])[1], kept["state"][target]), rows
+    whole = clone(call)
+    assert same_bits(gdn_prefill(**whole), o)
+    assert same_bits(kept["state"][1], whole["state"][1])
+    assert same_bits(kept["state"][[2, 3, 4, 7]], call["state"][[2, 3, 4, 7]])
+
+
+def test_each_sequence_keeps_its_own_states() -> None:
+    call = gdn_prefill.make(SIZES | {"M": 448, "N": 4, "SL": 12}, seed=3)
+    call |= {"slot": vector(0, -1, 2, 3), "start": vector(0, 128, 256, 384), "rows": vector(128, 128, 100, 0), "fresh": vector(0, 0, 1, 0)}
+    alone = clone(call)
+    before = call["state"].clone()
+    call |= {"keep_slot": pairs([4, 5], [6, 7], [8, 9], [10, 11]), "keep_at": pairs([64, 128], [64, 128], [64, 128], [0, 64])}
+    gdn_prefill(**call)
+    for target, rows in ((4, vector(64, 0, 0, 0)), (5, vector(128, 0, 0, 0)), (8, vector(0, 0, 64, 0))):
+        one = clone(alone)
+        gdn_prefill(**one | {"rows": rows})
+        assert same_bits(call["state"][target], one["state"][0 if rows[0] else 2])
+    unused = [1, 6, 7, 9, 10, 11]
+    assert same_bits(call["state"][unused], before[unused])
+
+
+def test_a_state_inside_a_chunk_cannot_be_kept() -> None:
+    call = prompt(200, SL=5) | {"keep_slot": pairs([0, 2, 3]), "keep_at": pairs([64, 100, 192])}
+    before = call["state"].clone()
+    with pytest.raises(
+        ValueError, match=r"keep_at of sequence 0: 100 of 200 rows for slot 2, .* after 64 rows, or end the slice after 100"
+    ):
+        gdn_prefill(**call)
+    assert same_bits(call["state"], before)
+    with pytest.raises(ValueError, match="keep_at of sequence 0: 200 of 200 rows"):
+        gdn_prefill(**call | {"keep_at": pairs([64, 128, 200])})
+    gdn_prefill(**call | {"keep_at": pairs([64, 128, 201])})  # past the last row: stores nothing
+    assert same_bits(call["state"][[3, 4]], before[[3, 4]])

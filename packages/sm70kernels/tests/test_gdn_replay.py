@@ -77,8 +77,9 @@ def test_equals_the_states_gdn_step_would_have_stored(dtype: torch.dtype) -> Non
     assert same_bits(made["state"], expected)
 
 
-def test_snapshot_before_and_at_the_last_accepted_row() -> None:
-    made = call()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_snapshot_before_and_at_the_last_accepted_row(dtype: torch.dtype) -> None:
+    made = call(dtype)
     made["snapshot_slot"] = torch.tensor([10, 11, 12, 13, -1, 15, 16, 17], dtype=torch.int32)
     made["snapshot_at"] = torch.tensor([1, 1, 1, 3, 2, 2, 1, 0], dtype=torch.int32)
     before, at, end = made["state"].clone(), stepped(made, made["snapshot_at"]), stepped(made, made["accepted"])
@@ -88,6 +89,24 @@ def test_snapshot_before_and_at_the_last_accepted_row() -> None:
         assert same_bits(made["state"][:, target], at[:, i])
     for target in (10, 16, 17, 8, 9, 14, 18, 19):  # accepted 0 (requests 0 and 6), snapshot_at 0 (request 7), slots of nobody
         assert same_bits(made["state"][:, target], before[:, target])
+
+
+@pytest.mark.parametrize("accepted", [1, 2, 5])
+def test_a_snapshot_is_the_state_single_steps_pass_through(accepted: int) -> None:
+    """Every request accepts the same rows and keeps the state after each of them in turn, as one call a row would leave it."""
+    made = call()
+    made["accepted"].fill_(accepted)
+    states, pool = [], made["state"].clone()
+    for t in range(accepted):
+        for layer in range(pool.shape[0]):
+            row = [made[name][layer, :, t : t + 1].contiguous() for name in ("qkv", "a", "b")]
+            gdn_step(*row, made["A_log"][layer], made["dt_bias"][layer], pool[layer], made["slot"], torch.ones_like(made["slot"]), True)
+        states.append(pool[:, :8].clone())
+    for at in range(1, accepted + 1):
+        kept = clone(made) | {"snapshot_slot": made["slot"] + 10, "snapshot_at": torch.full_like(made["slot"], at)}
+        gdn_replay(**kept)
+        assert same_bits(kept["state"][:, 10:18], states[at - 1])
+        assert same_bits(kept["state"][:, :8], states[-1])
 
 
 def test_two_steps_in_a_row_equal_one_long_one() -> None:

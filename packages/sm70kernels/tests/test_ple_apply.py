@@ -32,6 +32,8 @@ def naive(
     start: Tensor,
     rows: Tensor,
     fresh: Tensor,
+    keep_slot: Tensor,
+    keep_at: Tensor,
     kind: str,
     write: bool,
     eps: float,
@@ -59,13 +61,15 @@ def naive(
             for tap in range(conv_w.shape[1]):
                 conv += conv_w[:, tap] * past[-1 - dilation * (conv_w.shape[1] - 1 - tap)]
             state[m] += gated + (conv / (1 + (-conv).exp())).view(streams, hidden)
-        if write:
-            history[slot[i]] = torch.stack(past[-history.shape[1] :])
+        for taken, target in [*zip(keep_at[i].tolist(), keep_slot[i].tolist(), strict=True), (int(rows[i]), int(slot[i]))]:
+            if write and target >= 0 and 1 <= taken <= rows[i]:
+                history[target] = torch.stack(past[taken : taken + history.shape[1]])
     return c_all
 
 
 def _with_live_requests(arguments: dict[str, Any]) -> None:
     arguments |= dict(slot=torch.arange(4).int(), rows=torch.full((4,), 4).int(), fresh=torch.zeros(4).int(), kind="decode", write=True)
+    arguments["keep_slot"] = torch.arange(4, 16).view(4, 3).int()
 
 
 test_matches_naive = conforms(ple_apply, naive, examples=12)
@@ -75,7 +79,7 @@ test_rounding_points = rounds_as_stated(ple_apply, naive, dict(N=4, M=16, KW=KW,
 
 def case(requests: int, width: int, dtype: torch.dtype = torch.float32, kind: str = "decode", **given: Any) -> dict[str, Any]:
     """`requests` x `width` rows of live requests in slots 0, 1, ..; a prefill slice starts where the one before it ends."""
-    made = ple_apply.make(dict(N=requests, M=requests * width, S=S, E=E, PE=32, KW=KW, DIL=DILATION, SL=SLOTS), 11, dtype)
+    made = ple_apply.make(dict(N=requests, M=requests * width, KS=0, S=S, E=E, PE=32, KW=KW, DIL=DILATION, SL=SLOTS), 11, dtype)
     integers = dict(
         slot=torch.arange(requests).int(),
         start=(torch.arange(requests) * width).int(),
@@ -90,7 +94,7 @@ def request(arguments: dict[str, Any], i: int, first: int = 0, last: int | None 
     width = arguments["h"].shape[0] // arguments["slot"].shape[0]
     last = width if last is None else last
     mine = slice(i * width + first, i * width + last)
-    alone = clone(arguments | {name: arguments[name][i : i + 1] for name in ("slot", "start", "rows", "fresh")})
+    alone = clone(arguments | {name: arguments[name][i : i + 1] for name in ("slot", "start", "rows", "fresh", "keep_slot", "keep_at")})
     alone.update({name: arguments[name][mine].clone() for name in ("h", "e")})
     alone["start"], alone["rows"] = torch.zeros(1).int(), torch.full((1,), last - first).int()
     return alone
@@ -219,3 +223,28 @@ def test_a_small_score_is_raised_to_the_floor_before_its_root() -> None:
     share = ((a["h"].double() - before) / value - 0.5).abs()  # sigmoid(x) - 1/2 is x / 4 for a small x
     assert (share[value.abs().expand_as(share) > 0.3] - 1e-3 / 4).abs().max() < 3e-6
     torch.testing.assert_close(a["h"].double(), wide["h"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "width", "ends"), [("decode", 8, [0, 1, 5, 8]), ("prefill", 70, [0, 3, 64, 70])])
+def test_kept_histories_are_those_of_calls_that_end_there(kind: str, width: int, ends: list[int], dtype: torch.dtype) -> None:
+    """Request 1 is inactive and request 2 has no rows; request 3 ends before the last pair, whose third slot is none."""
+    a = case(4, width, dtype, kind, slot=torch.tensor([0, -1, 2, 3]).int(), rows=torch.tensor([width, width, 0, width - 1]).int())
+    a["history"] = torch.randn(24, *a["history"].shape[1:], generator=torch.Generator().manual_seed(1)).to(dtype)
+    plain, expected = clone(a), clone(a)
+    a["keep_at"] = torch.tensor(ends).int().expand(4, 4).contiguous()
+    a["keep_slot"] = torch.arange(4, 20).view(4, 4).int()
+    a["keep_slot"][3, 2] = -1
+    without = clone(a) | dict(write=False)
+    result = ple_apply(**expected)
+    for i in (0, 3):
+        for target, at in zip(a["keep_slot"][i].tolist(), ends, strict=True):
+            if target >= 0 and 1 <= at <= a["rows"][i]:
+                ended = request(plain, i, 0, at)
+                ple_apply(**ended)
+                expected["history"][target] = ended["history"][int(a["slot"][i])]
+    before = without["history"].clone()
+    ple_apply(**without)
+    assert same_bits(without["history"], before)
+    assert same_bits(ple_apply(**a), result)
+    assert same_bits((a["h"], a["history"]), (expected["h"], expected["history"]))

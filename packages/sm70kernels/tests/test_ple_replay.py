@@ -1,6 +1,8 @@
+import pytest
 import torch
 from torch import Tensor
 
+from sm70kernels.ops.ple_apply import ple_apply
 from sm70kernels.ops.ple_replay import ple_replay
 from sm70kernels.testing import clone, conforms, same_bits
 
@@ -20,6 +22,29 @@ def naive(history: Tensor, x: Tensor, slot: Tensor, accepted: Tensor, snapshot_s
 
 
 test_matches_naive = conforms(ple_replay, naive, examples=20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_equals_the_histories_ple_apply_would_have_stored(dtype: torch.dtype) -> None:
+    """Verification writes nothing and returns what it would have taken in; the replay of its first rows gives the same history."""
+    made = ple_apply.make(dict(N=6, M=30, KS=0, S=4, E=24, PE=16, KW=4, DIL=3, SL=14), 5, dtype)
+    vectors = {"slot": [5, -1, 0, 3, 7, 1], "rows": [5] * 6, "start": [0] * 6, "fresh": [0] * 6}
+    made |= {name: torch.tensor(values, dtype=torch.int32) for name, values in vectors.items()} | {"kind": "decode", "write": False}
+    accepted, at = torch.tensor([1, 2, 0, 4, 5, 3], dtype=torch.int32), torch.tensor([1, 1, 1, 2, 3, 1], dtype=torch.int32)
+    target = torch.tensor([8, 9, 10, 11, 12, -1], dtype=torch.int32)
+
+    def stored(rows: Tensor) -> Tensor:
+        call = clone(made) | {"rows": rows, "write": True}
+        ple_apply(**call)
+        history: Tensor = call["history"]
+        return history
+
+    expected, middle, pool = stored(accepted), stored(at), made["history"][None].clone()
+    for i in (0, 3, 4):
+        expected[target[i]] = middle[made["slot"][i]]
+    c = ple_apply(**clone(made))
+    ple_replay(pool, c.view(1, 6, 5, 96), made["slot"], accepted, target, at)
+    assert same_bits(pool[0], expected)
 
 
 def test_two_replays_equal_one_and_foreign_slots_stay() -> None:

@@ -3,7 +3,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -49,20 +49,22 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, entry: Entry) -> inspect.Parameter:
-    kind, metavar, default = entry.kind, None, str(entry.default)
+    kind, metavar, default, declared = entry.kind, None, str(entry.default), [entry.flag]
     if get_origin(kind) is Literal:
         kind, metavar = str, "|".join(get_args(entry.kind))
     elif get_origin(kind) is tuple:
         kind, metavar, default = list[str], "TEXT", ""
+    elif kind is bool:
+        declared = [f"{entry.flag}/--no-{entry.flag[2:]}"]
+        default = "on" if entry.default else "off"
     help = f"{entry.help} [{default}]" if default else entry.help
-    option = typer.Option(entry.flag, metavar=metavar, help=help, show_default=False)
+    option = typer.Option(*declared, metavar=metavar, help=help, show_default=False)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 
 def _load(profile_name: str, model: str, flags: dict[str, Any], sets: list[str] | None) -> Loaded:
     key = os.environ.get("REVOLTA_API_KEY")
-    from_environment = {"api.keys": (key,)} if key and "api.keys" not in flags else {}
-    return profile.load(profile_name, {"model.path": model, **from_environment, **flags}, sets or ())
+    return profile.load(profile_name, {"model.path": model, **flags}, sets or (), key=key, variable="REVOLTA_API_KEY")
 
 
 @app.command()
@@ -73,6 +75,26 @@ def serve(model: Model, profile: Profile = "cpu", set: Sets = None, flags: dict[
     from revolta_serve.commands.serve import serve as run
 
     raise typer.Exit(run(loaded))
+
+
+@app.command()
+@with_flags
+def plan(
+    model: Model,
+    layout: Annotated[str, typer.Option(metavar="ours|predecessor", help="predecessor: compare with its rules too [ours]")] = "ours",
+    weights: Annotated[
+        str, typer.Option(metavar="checkpoint|dense|awq-g32|nvfp4|fp4-local", help="format of weights that are not there [checkpoint]")
+    ] = "checkpoint",
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    profile: Profile = "cpu",
+    set: Sets = None,
+    flags: dict[str, Any] | None = None,
+) -> None:
+    """Print where the memory of every rank goes and what fits, without loading anything."""
+    loaded = _load(profile, model, flags or {}, set)
+    from revolta_serve.commands.plan import plan as run
+
+    raise typer.Exit(run(loaded.config, weights=weights, layout=layout, as_object=json))
 
 
 @app.command()
@@ -151,6 +173,7 @@ def doctor() -> None:
 def main() -> None:
     """Entry point. A mistake of the user's is one line on standard error and exit 2; any other error of ours is one line and exit 1."""
     try:
+        _check_once(sys.argv[1:])
         code = app(standalone_mode=False)
     except _USAGE as error:
         code = _complain(f"{error.format_message()} (see {_program(error)} --help)", 2)  # type: ignore[attr-defined]
@@ -159,6 +182,17 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     sys.exit(code)
+
+
+def _check_once(words: Sequence[str]) -> None:
+    """Raise ConfigError for an option that has one value and comes twice: the parser would take the last without a word."""
+    command = getattr(typer.main.get_command(app), "commands", {}).get(words[0] if words else "")
+    single = [option for option in command.params if not getattr(option, "multiple", True)] if command else []
+    names = {name: option.opts[0] for option in single for name in (*option.opts, *option.secondary_opts)}
+    given = [names[flag] for word in words if (flag := word.partition("=")[0]) in names]
+    twice = next((flag for place, flag in enumerate(given) if flag in given[:place]), "")
+    if twice:
+        raise ConfigError(f"{twice} is given twice; give it once")
 
 
 def _program(error: Exception) -> str:

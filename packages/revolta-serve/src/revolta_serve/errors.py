@@ -7,6 +7,7 @@ RevoltaError                        500
 │   ├── ContextLengthError          400   code context_length_exceeded
 │   ├── AuthenticationError         401
 │   ├── NotFoundError               404   unknown model or route
+│   ├── ConflictError               409   not in the state the server is in
 │   ├── PayloadTooLargeError        413
 │   ├── UnsupportedMediaTypeError   415
 │   └── QueueFullError              429
@@ -67,6 +68,12 @@ class NotFoundError(RequestError):
 
     status = 404
     type = "not_found_error"
+
+
+class ConflictError(RequestError):
+    """What is asked for contradicts the state the server is in, or what somebody else asked for."""
+
+    status = 409
 
 
 class PayloadTooLargeError(RequestError):

@@ -1,6 +1,7 @@
 """From profile files, flags and --set to one ServeConfig, with the source of every value.
 
-Precedence: default < profile < flags and --set, in the order given. Unknown keys are errors that suggest the nearest known one.
+Precedence: default < profile < environment < flags and --set, of which one may set a field. Unknown keys are errors that suggest the
+nearest known one.
 """
 
 import difflib
@@ -40,22 +41,42 @@ def names() -> list[str]:
     return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
 
 
-def load(profile: str = "", flags: Mapping[str, Any] | None = None, sets: Sequence[str] = ()) -> Loaded:
+def load(
+    profile: str = "", flags: Mapping[str, Any] | None = None, sets: Sequence[str] = (), *, key: str | None = None, variable: str = ""
+) -> Loaded:
     """Build and validate a configuration.
 
     profile: name of a shipped profile or path of a TOML file; empty for none. flags: section.key -> typed value.
-    sets: `section.key=value` texts. Raises ConfigError naming the place of the first mistake.
+    sets: `section.key=value` texts. key: an api key, and variable: the environment variable it is from. Raises ConfigError naming the
+    place of the first mistake.
     """
     entries = {entry.path: entry for entry in options()}
     config, sources = ServeConfig(), dict[str, str]()
+    given = [(path, value, entries[_known(path, "argument", entries)].flag or "argument") for path, value in (flags or {}).items()]
+    given += [_read_set(text, entries) for text in sets]
+    _check_once(given, entries)
     layers = [*_read_profile(profile, entries)] if profile else []
-    layers += [(path, value, entries[_known(path, "argument", entries)].flag or "argument") for path, value in (flags or {}).items()]
-    layers += [_read_set(text, entries) for text in sets]
-    for path, value, source in layers:
+    layers += [] if key is None else [("api.keys", (key,), variable)]
+    for path, value, source in layers + given:
         config = with_value(config, path, coerce(entries[path], value, source))
         sources[path] = source
-    config.validate()
+    try:
+        config.validate()
+    except ConfigError as error:
+        origins = [f"{path} is from {source}" for path, source in sources.items() if re.search(rf"\b{re.escape(path)}\b", error.message)]
+        raise ConfigError(f"{error.message} ({', '.join(origins)})" if origins else error.message, param=error.param) from error
     return Loaded(config, sources)
+
+
+def _check_once(given: Sequence[tuple[str, Any, str]], entries: Mapping[str, Entry]) -> None:
+    """Of two values for one field on a command line nobody can tell which was meant."""
+    seen: dict[str, tuple[Any, str]] = {}
+    for path, value, source in given:
+        if path in seen:
+            earlier, place = seen[path]
+            values = "" if entries[path].secret else f", {earlier!r} and {value!r}"
+            raise ConfigError(f"{path} is given twice, by {place} and by {source}{values}; give it once")
+        seen[path] = value, source
 
 
 def coerce(entry: Entry, value: Any, source: str) -> Any:

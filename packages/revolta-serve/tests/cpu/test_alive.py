@@ -14,10 +14,12 @@ from revolta_serve.model.gdn import GatedDeltaNet
 from revolta_serve.model.qsa import SparseAttention
 from revolta_serve.weights.tiny import make_tiny
 from support.drive import full_pass, load
+from support.law import SHAPE
 
 CONFIGS = {
     "default": dict(seed=0),
     "narrow": dict(seed=5, layers=4, hidden=48, streams=2, ple_dim=48, budget=16),
+    "law": SHAPE,
 }
 
 

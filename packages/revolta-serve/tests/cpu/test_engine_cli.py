@@ -55,7 +55,12 @@ def run(monkeypatch, capsys, *arguments):
         (["serve", "{tiny}", "--max-num-batched-tokens", "64"], "leaves no prompt chunk of 64"),
         (["serve", "{tiny}", "--tensor-parallel-size", "3"], "tensor parallel size is 3"),
         (["serve", "{tiny}", "--kv-cache-memory-bytes", "5000"], "use at least"),
+        (["serve", "{tiny}", "--kv-cache-memory-bytes", "9" * 15], "that are available; lower cache.memory_bytes=999999999999999"),
+        (["generate", "{tiny}", "--prompt", "a", "--set", f"cache.memory_bytes={'9' * 15}"], "a cache of 931322.57 GiB in 1 process are"),
         (["serve", "{tiny}", "--dtype", "bfloat16"], "--dtype: model.dtype='bfloat16' is none of float32, float16"),
+        (["serve", "{tiny}", "--port", "1", "--dtype", "float32", "--port=2"], "--port is given twice; give it once"),
+        (["serve", "{tiny}", "--prefix-caching", "--no-prefix-caching"], "--prefix-caching is given twice; give it once"),
+        (["plan", "{tiny}", "--weights", "nvfp4", "--weights", "awq-g32"], "--weights is given twice; give it once"),
         (["serve", "{tiny}", "--profile", "v100"], "profile 'v100' does not exist"),
         (["serve", "{tiny}", "--host", "no.such.host.invalid"], "is no address of this machine"),
         (["serve", "{tiny}", "--port", "{taken}"], "cannot listen on 127.0.0.1 port"),
@@ -157,8 +162,12 @@ def test_neither_the_api_process_nor_the_engine_without_its_worker_imports_torch
 
 def test_the_key_of_the_environment_is_used_unless_a_flag_gives_one(monkeypatch):
     monkeypatch.setenv("REVOLTA_API_KEY", "sesame")
-    assert cli._load("cpu", "m", {}, None).config.api.keys == ("sesame",)
+    loaded = cli._load("cpu", "m", {}, None)
+    assert (loaded.config.api.keys, loaded.sources["api.keys"]) == (("sesame",), "REVOLTA_API_KEY")
     assert cli._load("cpu", "m", {"api.keys": ("other",)}, None).config.api.keys == ("other",)
+    monkeypatch.setenv("REVOLTA_API_KEY", "")
+    with pytest.raises(ConfigError, match=r"api\.keys contains an empty string; remove it \(api\.keys is from REVOLTA_API_KEY\)"):
+        cli._load("cpu", "m", {}, None)
     monkeypatch.delenv("REVOLTA_API_KEY")
     assert cli._load("cpu", "m", {}, None).config.api.keys == ()
 
@@ -168,6 +177,8 @@ def test_a_port_of_zero_is_a_free_one_and_ipv6_has_brackets():
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url_of(listener))
         with pytest.raises(ConfigError, match="choose another with --port"):
             bind(ApiConfig(port=listener.getsockname()[1]))
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 0 .*; give an address of this machine with --host"):
+        bind(ApiConfig(host="192.0.2.1", port=0))
     with bind(ApiConfig(host="::1", port=0)) as listener:
         assert url_of(listener).startswith("http://[::1]:")
 

@@ -134,7 +134,7 @@ def test_choices_are_admitted_together_or_not_at_all(config):
             with pytest.raises(RequestError, match="'a' is already in use"):
                 await client.submit([request("a"), request("a")])
             assert not client._streams
-            assert not client._admissions
+            assert not client._asked
             streams = await client.submit([request(str(n), (n,), 5) for n in range(4)])
             answers = await asyncio.gather(*(collect(stream) for stream in streams))
             assert [outputs[0].tokens[0] for outputs in answers] == [1, 2, 3, 4], "streams come in the order of the requests"

@@ -60,6 +60,12 @@ def test_answers_equal_one_process(pair: tuple[ModelConfig, Ranked, list[Ranked]
     assert blocks <= 0.01
 
 
+def test_several_rows_and_snapshots_change_nothing(pair: tuple[ModelConfig, Ranked, list[Ranked], int]) -> None:
+    """On every rank, with its share of heads and of tokens: the bits of one row a step without interruption."""
+    _, alone, ranks, _ = pair
+    assert [rank.changed for rank in (alone, *ranks)] == [[], [], []]
+
+
 def test_collectives_are_counted(pair: tuple[ModelConfig, Ranked, list[Ranked], int]) -> None:
     _, _, ranks, context = pair
     for rank in ranks:

@@ -66,7 +66,7 @@ def read_all(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize("together", [False, True], ids=["later", "together"])
 @pytest.mark.parametrize("behind", BEHIND)
 def test_leaving_is_noticed_whatever_was_sent_before(serve: Callable[..., Server], behind: str, together: bool, stream: bool) -> None:
-    engine = ScriptEngine(byte_tokens("ab"), endless=True, pause=100.0)
+    engine = ScriptEngine(byte_tokens("ab"), endless=True, delay=100.0)
     server = serve(engine)
     with connect(server) as connection:
         connection.sendall(post(max_tokens=400, stream=stream) + (BEHIND[behind] if together else b""))
@@ -84,7 +84,7 @@ def test_leaving_is_noticed_whatever_was_sent_before(serve: Callable[..., Server
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("behind", ["too many requests", "far too many requests", "a large body", "no http"])
 def test_the_answer_under_way_is_not_spoiled(serve: Callable[..., Server], behind: str, stream: bool) -> None:
-    engine = ScriptEngine(byte_tokens("ab"), pause=0.05)
+    engine = ScriptEngine(byte_tokens("ab"), delay=0.05)
     server = serve(engine)
     with connect(server) as connection:
         connection.sendall(post(max_tokens=2, stream=stream) + BEHIND[behind])
@@ -99,7 +99,7 @@ def test_the_answer_under_way_is_not_spoiled(serve: Callable[..., Server], behin
 
 @pytest.mark.usefixtures("no_errors")
 def test_pipelined_requests_are_answered_in_order(serve: Callable[..., Server]) -> None:
-    server = serve(ScriptEngine(byte_tokens("ab"), pause=0.02))
+    server = serve(ScriptEngine(byte_tokens("ab"), delay=0.02))
     last = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     with connect(server) as connection:
         connection.sendall(post(max_tokens=2) + GET * 3 + post(max_tokens=1) + last)
@@ -114,7 +114,7 @@ def test_pipelined_requests_are_answered_in_order(serve: Callable[..., Server]) 
 
 @pytest.mark.usefixtures("no_errors")
 def test_too_much_ahead_closes_behind_the_answer(serve: Callable[..., Server]) -> None:
-    server = serve(ScriptEngine(byte_tokens("ab"), pause=0.05))
+    server = serve(ScriptEngine(byte_tokens("ab"), delay=0.05))
     with connect(server) as connection:
         connection.sendall(post(max_tokens=2) + GET * (MOST_AHEAD + 1))
         answer = read_all(connection)
@@ -128,7 +128,7 @@ def test_too_much_ahead_closes_behind_the_answer(serve: Callable[..., Server]) -
 @pytest.mark.usefixtures("no_errors")
 def test_a_storm_of_clients_leaves_nothing_behind(serve: Callable[..., Server]) -> None:
     """Requests cut anywhere, doubled, abandoned after any time, closed or reset."""
-    engine = ScriptEngine(byte_tokens("ab"), endless=True, pause=0.001)
+    engine = ScriptEngine(byte_tokens("ab"), endless=True, delay=0.001)
     server = serve(engine)
 
     async def client(number: int) -> None:

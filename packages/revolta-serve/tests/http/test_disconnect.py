@@ -27,7 +27,7 @@ def leave(server: Server, fields: dict[str, Any], seen: Callable[[], bool]) -> N
 @pytest.mark.parametrize("pause", [0.01, 100.0], ids=["decoding", "waiting"])
 @pytest.mark.parametrize("fields", [{}, {"n": 4}, {"prompt": ["a", "b", "c"], "n": 2}], ids=["one", "choices", "prompts"])
 def test_leaving_aborts_every_choice(serve: Callable[..., Server], stream: bool, pause: float, fields: dict[str, Any]) -> None:
-    engine = ScriptEngine(byte_tokens("ab"), endless=True, pause=pause)
+    engine = ScriptEngine(byte_tokens("ab"), endless=True, delay=pause)
     server = serve(engine)
     count = len(fields.get("prompt", "x")) * fields.get("n", 1)
     wanted = 1 if pause < 1 else 0
@@ -43,7 +43,7 @@ def test_leaving_aborts_every_choice(serve: Callable[..., Server], stream: bool,
 
 
 def test_others_are_not_disturbed(serve: Callable[..., Server]) -> None:
-    engine = ScriptEngine(byte_tokens("ab"), endless=True, pause=0.005)
+    engine = ScriptEngine(byte_tokens("ab"), endless=True, delay=0.005)
     server = serve(engine)
     answers: list[httpx.Response] = []
     other = threading.Thread(

@@ -147,7 +147,8 @@ def test_a_second_signal_stops_at_once_and_says_so(
     for wire, (_, fields) in zip(wires, REQUESTS, strict=True):
         body = wire.finish(5)
         error = payloads(body)[-2] if fields.get("stream") else json.loads(body)
-        assert "the server was told to stop at once" in error["error"]["message"]
+        assert error["error"]["type"] == "service_unavailable"
+        assert "the server was told to stop at once; the answer was given up" in error["error"]["message"]
         assert "SIGKILL" not in error["error"]["message"]
     assert server.wait(5) == 0, "it was asked to stop, and did"
     server.wait_until_gone(5)
@@ -210,10 +211,10 @@ def test_an_impossible_start_is_one_line_and_exit_2_before_any_engine(tiny: Path
         other.bind(("127.0.0.1", 0))
         other.listen()
         values["port"] = other.getsockname()[1]
-        program = [sys.executable, "-P", "-m", "revolta_serve.cli", "serve", "--port", "0"]
+        program = [sys.executable, "-P", "-m", "revolta_serve.cli", "serve"]
         started = {
             name: subprocess.Popen(
-                [*program, *(argument.format(**values) for argument in arguments)],
+                [*program, *(argument.format(**values) for argument in arguments), *([] if "--port" in arguments else ["--port", "0"])],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             )
             for name, (arguments, _) in IMPOSSIBLE.items()

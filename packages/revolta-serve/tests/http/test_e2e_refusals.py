@@ -76,7 +76,14 @@ FIELDS: list[tuple[str, Any, tuple[int, str | None, str | int]]] = [
     ("stream_options", [], of(400, "stream_options")),
     ("model", "absent", of(404, "model", "model_not_found")),
     ("model", ["tiny"], of(400, "model")),
-    ("logit_bias", {"1": 1}, of(400, "logit_bias", "unsupported_parameter")),
+    ("logit_bias", {"1": "much"}, of(400, "logit_bias.1")),
+    ("repetition_penalty", 99, of(400, "repetition_penalty")),
+    ("min_tokens", LIMIT, of(400, "min_tokens")),
+    ("allowed_token_ids", [], of(400, "allowed_token_ids")),
+    ("bad_words", ["x", ""], of(400, "bad_words[1]")),
+    ("prompt_logprobs", 21, of(400, "prompt_logprobs")),
+    ("priority", 1, of(400, "priority", "unsupported_parameter")),
+    ("guided_regex", "a*", of(400, "guided_regex", "unsupported_parameter")),
 ]
 PROMPTS: list[tuple[str, str, Any, tuple[int, str | None, str | int]]] = [
     (CHAT, "messages", [], of(400, "messages")),

@@ -27,8 +27,10 @@ def test_sampling_defaults_come_from_the_checkpoint(shared: Server) -> None:
 
 
 @pytest.mark.parametrize(("asked", "used"), [(0, 0.0), (1e-6, 0.0), (0.001, 0.01), (0.5, 0.5), (None, 0.6)])
-def test_temperatures(shared: Server, asked: Any, used: float) -> None:
+def test_temperatures(shared: Server, caplog: pytest.LogCaptureFixture, asked: Any, used: float) -> None:
     assert sent(shared, temperature=asked)[0].sampling.temperature == used
+    said = [record.getMessage() for record in caplog.records if record.name == "revolta_serve.api.sampling"]
+    assert said == (["temperature 0.001 is raised to 0.01, the coldest that is drawn from; 0 is greedy"] if asked == 0.001 else [])
 
 
 def test_requests_override_the_checkpoint(shared: Server) -> None:

@@ -93,6 +93,48 @@ def test_streaming_equals_not_streaming(serve: Callable[..., Server], asker: Cal
     wait_for(lambda: not server.engine.running)
 
 
+@pytest.mark.parametrize("asker", [ask, ask_async])
+def test_logprobs_of_a_chat(serve: Callable[..., Server], asker: Callable[..., Any]) -> None:
+    server = serve(ScriptEngine(SCRIPTS["reasoning"]))
+    messages = [{"role": "user", "content": "hi"}]
+    fields: dict[str, Any] = {"model": "tiny", "messages": messages, "reasoning_effort": "high", "stop": ["STOP"], "max_tokens": 100}
+    answer, chunks = asker(server.url, True, logprobs=True, top_logprobs=2, n=2, **fields)
+    for choice in answer.choices:
+        content = choice.logprobs.content
+        assert choice.logprobs.refusal is None
+        assert b"".join(bytes(entry.bytes) for entry in content).decode() == choice.message.content
+        streamed = [
+            entry
+            for chunk in chunks
+            for part in chunk.choices
+            if part.index == choice.index and part.logprobs is not None
+            for entry in part.logprobs.content
+        ]
+        assert streamed == content
+        for entry in content:
+            assert entry.token == bytes(entry.bytes).decode(errors="replace")
+            assert len(entry.top_logprobs) in (2, 3)
+            assert [other.logprob for other in entry.top_logprobs] == sorted((other.logprob for other in entry.top_logprobs), reverse=True)
+            assert (entry.token, entry.logprob) in [(other.token, other.logprob) for other in entry.top_logprobs]
+
+
+@pytest.mark.parametrize("asker", [ask, ask_async])
+@pytest.mark.parametrize("echo", [False, True])
+def test_logprobs_of_a_completion(serve: Callable[..., Server], asker: Callable[..., Any], echo: bool) -> None:
+    server = serve(ScriptEngine(SCRIPTS["content"]))
+    answer, chunks = asker(server.url, False, model="tiny", prompt="the hi", logprobs=2, echo=echo, n=2, max_tokens=100)
+    for choice in answer.choices:
+        told = choice.logprobs
+        assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset)
+        for token, offset in zip(told.tokens[:-1], told.text_offset, strict=False):
+            assert "\ufffd" in token or choice.text[offset:].startswith(token)
+        assert told.tokens[-1] == "<|im_end|>"
+        assert (told.token_logprobs[0] is None) == echo
+        parts = [part.logprobs for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [item for part in parts for item in getattr(part, name)] == getattr(told, name)
+
+
 def test_the_same_bytes_for_every_grouping(serve: Callable[..., Server]) -> None:
     bodies = set()
     for group in (1, 2, 3, 50):

@@ -176,6 +176,8 @@ def test_metrics(serve: Callable[..., Server]) -> None:
         f"revolta:prompt_tokens_cached_total{{{label}}} 2.0",
         f"revolta:request_params_n_sum{{{label}}} 2.0",
         f"revolta:request_generation_tokens_sum{{{label}}} 6.0",
+        f"revolta:request_max_num_generation_tokens_sum{{{label}}} 3.0",
+        f"revolta:request_max_num_generation_tokens_count{{{label}}} 1.0",
         f"revolta:time_to_first_token_seconds_count{{{label}}} 2.0",
         f'revolta:http_errors_total{{{label},route="/v1/chat/completions",status="400"}} 1.0',
         f'revolta:http_errors_total{{{label},route="unknown",status="404"}} 1.0',

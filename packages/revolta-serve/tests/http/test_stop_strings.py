@@ -16,7 +16,7 @@ END = tokenizer().added["<|im_end|>"]
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_match_cuts_text_tokens_and_counts(serve: Callable[..., Server], group: int, stream: bool) -> None:
     script = [*byte_tokens("xABy" + "z" * 50), END]
-    server = serve(ScriptEngine(script, group=group, pause=0.002))
+    server = serve(ScriptEngine(script, group=group, delay=0.002))
     fields: dict[str, Any] = {"stop": ["B", "AB"], "return_token_ids": True, "max_tokens": 100}
     response = server.complete(**fields, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
     if stream:

@@ -13,18 +13,32 @@ FLAGS = [
     "--api-key",
     "--decode-context-parallel-size",
     "--dtype",
+    "--enable-log-requests",
+    "--gpu-memory-utilization",
     "--host",
+    "--kv-cache-dtype",
     "--kv-cache-memory-bytes",
+    "--kv-cache-metrics",
+    "--log-format",
     "--log-level",
+    "--log-stats-interval",
+    "--logprobs-mode",
+    "--long-prefill-token-threshold",
+    "--max-logprobs",
     "--max-model-len",
     "--max-num-batched-tokens",
     "--max-num-seqs",
     "--max-queue",
     "--max-request-bytes",
+    "--operator-routes",
     "--port",
     "--prefill-while-decoding",
+    "--prefix-caching",
+    "--reuse-generated",
+    "--scheduling-policy",
     "--served-model-name",
     "--shutdown-timeout",
+    "--speculation",
     "--sse-keep-alive-interval",
     "--tensor-parallel-size",
     "--threads",
@@ -65,6 +79,31 @@ def test_precedence_is_default_profile_flags(tmp_path):
     assert ("parallel.tensor", "1", "default") in loaded.table()
 
 
+@pytest.mark.parametrize(
+    ("flags", "sets", "message"),
+    [
+        ({"schedule.max_num_seqs": 4}, ["schedule.max_num_seqs=5"], "twice, by --max-num-seqs and by --set, 4 and 5; give it once"),
+        ({}, ["api.port=1", "api.port=1"], "api.port is given twice, by --set and by --set, 1 and 1"),
+    ],
+)
+def test_a_command_line_gives_a_field_once(flags, sets, message):
+    with pytest.raises(ConfigError, match=message):
+        profile.load("cpu", flags, sets)
+
+
+def test_a_key_that_is_given_twice_does_not_show():
+    with pytest.raises(ConfigError, match="twice, by --api-key and by --set; give it once"):
+        profile.load(flags={"api.keys": ("sesame",)}, sets=["api.keys=sesame"])
+
+
+def test_a_broken_rule_says_where_the_values_are_from(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[cache]\nmemory_bytes = 1\nnum_blocks = 1\n")
+    said = r"exclude each other; set one \(cache\.memory_bytes is from mine\.toml:2, cache\.num_blocks is from mine\.toml:3\)"
+    with pytest.raises(ConfigError, match=said):
+        profile.load(str(path))
+
+
 def test_a_profile_may_use_any_toml_spelling(tmp_path):
     path = tmp_path / "odd.toml"
     path.write_text('schedule.max_queue = 5\n"api" = { port = 1 }\n')
@@ -101,10 +140,19 @@ def test_profile_errors_name_the_place(tmp_path, text, message):
         (["schedule.max_num_seqs=0"], "schedule.max_num_seqs=0 is too small; use at least 1"),
         (["parallel.tensor=4", "parallel.decode_context=3"], "decode_context=3 does not divide parallel.tensor=4"),
         (["schedule.max_num_batched_tokens=71"], "max_num_batched_tokens=71 leaves no prompt chunk.*use at least 72"),
+        (
+            ["speculate.method=mtp", "schedule.max_num_batched_tokens=103"],
+            "beside schedule.max_num_seqs=8 decoding requests of 5 rows; use at least 104",
+        ),
+        (["speculate.method=mtp", "schedule.max_num_seqs=13"], "13 requests of 5 rows are 65 rows.*use --max-num-seqs 12 or fewer drafts"),
+        (["speculate.drafts=8"], "speculate.drafts=8 is too large; use at most 7"),
+        (["speculate.drafter=x"], "speculate.drafter='x' would not be used with speculate.method=none"),
+        (["speculate.method=dflash"], "speculate.method=dflash needs the directory of the drafter"),
+        (["cache.utilization=1.01"], "cache.utilization=1.01 is too large"),
         (["cache.memory_bytes=1", "cache.num_blocks=1"], "exclude each other"),
         (["cache.num_slots=7"], "cache.num_slots=7 cannot hold .*max_num_seqs=8"),
         (["schedule.max_model_len=1"], "at least 2"),
-        (["engine.heartbeat_timeout=0.6"], "less than two intervals of 0.5"),
+        (["engine.heartbeat_timeout=0.6"], "less than two times engine.heartbeat_interval=0.5"),
         (["model.served_name=a,a"], "names a model twice"),
         (['api.keys=[" "]'], "api.keys contains an empty string"),
     ],

@@ -48,9 +48,9 @@ WRONG: dict[str, tuple[list[Any], str]] = {
         [[], {}, "1", True, [True], -1, [1, -1], SIZE, [1, SIZE], 10**400, 1.0, [None]],
         f"one token id between 0 and {SIZE - 1}",
     ),
-    "repetition_penalty": ([1.1, 0, True, "1", float("nan"), []], "remove it or set it to 1.0"),
-    "presence_penalty": ([0.1, False, "", float("nan")], "remove it or set it to 0.0"),
-    "frequency_penalty": ([-1, {}], "remove it or set it to 0.0"),
+    "repetition_penalty": ([*NOT_NUMBERS, 0, 0.009, 10.1, 99, 10**400], "a number between 0.01 and 10 is expected"),
+    "presence_penalty": ([*NOT_NUMBERS, -2.1, 2.1, 99], "a number between -2 and 2 is expected"),
+    "frequency_penalty": ([*NOT_NUMBERS, -2.1, 2.1, 99], "a number between -2 and 2 is expected"),
     "min_new_tokens": ([1, False], "remove it or set it to 0"),
 }
 
@@ -74,10 +74,13 @@ def test_what_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_the_ends_of_the_ranges() -> None:
-    low = {"eos_token_id": 0, "temperature": 0, "top_p": 1e-9, "min_p": 0, "top_k": -1, "max_new_tokens": 1, "do_sample": True}
-    assert GenerationDefaults.from_dicts(low, {}, SIZE) == GenerationDefaults((0,), 0.0, 0, 1e-9, 0.0, 1)
-    high = {"eos_token_id": SIZE - 1, "temperature": 1e6, "top_p": 1, "min_p": 1, "top_k": 2**31 - 1, "max_new_tokens": 2**31 - 1}
-    assert GenerationDefaults.from_dicts(high, {}, SIZE) == GenerationDefaults((SIZE - 1,), 1e6, 2**31 - 1, 1.0, 1.0, 2**31 - 1)
+    low: dict[str, Any] = {"eos_token_id": 0, "temperature": 0, "top_p": 1e-9, "min_p": 0, "top_k": -1, "max_new_tokens": 1}
+    low |= {"do_sample": True, "repetition_penalty": 0.01, "presence_penalty": -2, "frequency_penalty": -2}
+    assert GenerationDefaults.from_dicts(low, {}, SIZE) == GenerationDefaults((0,), 0.0, 0, 1e-9, 0.0, 0.01, -2.0, -2.0, 1)
+    high: dict[str, Any] = {"eos_token_id": SIZE - 1, "temperature": 1e6, "top_p": 1, "min_p": 1, "top_k": 2**31 - 1}
+    high |= {"max_new_tokens": 2**31 - 1, "repetition_penalty": 10, "presence_penalty": 2, "frequency_penalty": 2}
+    expected = GenerationDefaults((SIZE - 1,), 1e6, 2**31 - 1, 1.0, 1.0, 10.0, 2.0, 2.0, 2**31 - 1)
+    assert GenerationDefaults.from_dicts(high, {}, SIZE) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import tracemalloc
 import pytest
 
 from revolta_serve.api.mailbox import Mailbox
+from revolta_serve.text.alignment import Placed
 from revolta_serve.text.events import AnswerUsage, Delta, Event, Finish, Kind
+from support.script_engine import scripted_logprobs
 
 
 def delta(text: str, generated: int, kind: Kind = "content") -> Delta:
@@ -39,6 +41,31 @@ def test_deltas_of_one_kind_merge_and_kinds_do_not() -> None:
         )
         for choice in (0, 1)
     ]
+
+
+def test_logprobs_merge_with_their_text() -> None:
+    mailbox = Mailbox()
+    known = (scripted_logprobs(3, 2), scripted_logprobs(4, 2))
+    placed = tuple(Placed(scripted_logprobs(token, 20), token, bool(token % 2)) for token in range(3))
+    mailbox.put(0, Delta(kind="content", text="a", tokens=(0,), generated=1, logprobs=placed[:1], prompt_logprobs=known))
+    mailbox.put(0, delta("b", 2))
+    mailbox.put(0, Delta(kind="content", text="c", tokens=(3,), generated=3, logprobs=placed[1:]))
+    [(_, merged)] = drain(mailbox, 1)
+    assert merged == Delta(kind="content", text="abc", tokens=(0, 2, 3), generated=3, logprobs=placed, prompt_logprobs=known)
+
+
+def test_logprobs_wait_packed() -> None:
+    """20 likely tokens take 20 x 13 bytes, not 20 tuples of two objects each."""
+    mailbox, count = Mailbox(), 500
+    tracemalloc.start()
+    try:
+        for token in range(count):
+            placed = Placed(scripted_logprobs(token, 20), token, True)
+            mailbox.put(0, Delta(kind="content", text="a", tokens=(token,), generated=token, logprobs=(placed,)))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 1000 * count, "growing buffers keep some room, objects would take more than 2000 bytes a token"
 
 
 def test_what_has_been_read_is_not_merged_into() -> None:

@@ -15,15 +15,18 @@ from revolta_serve.api import chat, completions, json_bounds
 from revolta_serve.api.context import Api
 from revolta_serve.api.errors import error_body
 from revolta_serve.api.fields import parse_body, shown
+from revolta_serve.api.generation import Generation
 from revolta_serve.api.json_bounds import MAX_DEPTH
 from revolta_serve.errors import RequestError
 from revolta_serve.metrics import Metrics
 from revolta_serve.text.reasoning import ThinkTokens
+from revolta_serve.types import GenerateRequest
 from support.script_engine import ScriptEngine, config
 from support.text import defaults, template, tokenizer
 
 ENGINE = ScriptEngine()
-API = Api(config(), ENGINE, tokenizer(), template(), defaults(), ThinkTokens(tokenizer()), Metrics("tiny", ENGINE.status))
+SIZE = tokenizer().size
+API = Api(config(), ENGINE, tokenizer(), template(), defaults(), ThinkTokens(tokenizer()), Metrics("tiny", ENGINE.status, {}, ()))
 NAMES = re.findall(
     r"\w+",
     """
@@ -32,6 +35,17 @@ ignore_eos tools tool_choice response_format logprobs top_logprobs logit_bias ch
 add_generation_prompt include_reasoning prompt echo suffix best_of bad_words role content tool_calls function name arguments type text
 reasoning reasoning_content parameters enable_thinking include_usage""",
 )
+SAMPLING = re.findall(
+    r"\w+",
+    """
+frequency_penalty presence_penalty repetition_penalty logit_bias allowed_token_ids bad_words min_tokens max_tokens seed n ignore_eos
+stop_token_ids logprobs top_logprobs prompt_logprobs echo thinking_token_budget repetition_detection priority cache_salt
+truncate_prompt_tokens truncation_side return_tokens_as_token_ids return_prompt_text spaces_between_special_tokens kv_transfer_params
+vllm_xargs use_beam_search temperature top_p top_k min_p stream""",
+)
+NAMES += SAMPLING
+INSIDE = ["max_pattern_size", "min_pattern_size", "min_count", "0", "1", "599", "600", "-1", "01"]
+"""Names in the objects of sampling fields."""
 ROLES = ["system", "developer", "user", "assistant", "tool"]
 
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6)
@@ -56,6 +70,43 @@ messages = st.lists(
 extras = st.dictionaries(st.sampled_from(NAMES), values, max_size=3)
 
 
+small = st.integers(-3, 700) | st.sampled_from([2**31, 2**63, 10**20, -(10**20)])
+numbers_and_more = small | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | st.text(max_size=3) | st.none()
+sampled = st.dictionaries(
+    st.sampled_from(SAMPLING),
+    numbers_and_more
+    | st.lists(numbers_and_more, max_size=4)
+    | st.dictionaries(st.sampled_from(INSIDE), numbers_and_more, max_size=3)
+    | st.lists(st.text(max_size=4), max_size=3),
+    max_size=4,
+)
+
+
+def legal(request: GenerateRequest) -> None:
+    """What the engine may rely on."""
+    sampling = request.sampling
+    assert msgspec.convert(msgspec.to_builtins(request), GenerateRequest) == request
+    assert all(0 <= token < SIZE for token, _ in sampling.logit_bias)
+    assert all(-100 <= value <= 100 for _, value in sampling.logit_bias)
+    assert all(0 <= token < SIZE for word in (sampling.allowed_tokens, sampling.ending_tokens, *sampling.bad_words) for token in word)
+    assert all(sampling.bad_words), "no empty sequence"
+    assert 0 <= sampling.min_tokens <= request.max_tokens
+    assert len(sampling.ending_tokens) <= 128
+    assert -1 <= sampling.logprobs <= 20
+    assert -1 <= sampling.prompt_logprobs <= 20
+    assert 0 <= sampling.seed < 2**63
+    assert 0.01 <= sampling.repetition_penalty <= 10
+    assert max(abs(sampling.presence_penalty), abs(sampling.frequency_penalty)) <= 2
+    assert list(request.boundaries) == sorted(set(request.boundaries))
+    assert request.boundaries[-1] == len(request.prompt)
+    assert request.boundaries[0] > 0
+    assert request.opening in (0, *request.boundaries)
+    assert request.priority == 0
+    if request.repetition is not None:
+        assert 1 <= request.repetition.shortest <= request.repetition.longest
+        assert request.repetition.count >= 2
+
+
 def understood_or_refused(reader: Any, body: dict[str, Any]) -> None:
     fields = parse_body(msgspec.json.encode(body))
     refusal: RequestError | None = None
@@ -70,6 +121,8 @@ def understood_or_refused(reader: Any, body: dict[str, Any]) -> None:
         return
     assert all(0 < len(prompt.ids) < ENGINE.max_model_len for prompt in plan.prompts)
     assert all(1 <= prompt.max_tokens <= ENGINE.max_model_len - len(prompt.ids) for prompt in plan.prompts)
+    for request in Generation(API, "r", plan.prompts, plan.options, None).requests:
+        legal(request)
 
 
 @settings(deadline=None, max_examples=300)
@@ -82,6 +135,15 @@ def test_chat(turns: list[Any], fields: dict[str, Any]) -> None:
 @given(st.text(max_size=8) | st.lists(st.integers(0, 600) | st.text(max_size=3), max_size=4) | values, extras)
 def test_completions(prompt: Any, fields: dict[str, Any]) -> None:
     understood_or_refused(completions.read_completion, {"prompt": prompt, **fields})
+
+
+@settings(deadline=None, max_examples=400)
+@given(sampled, st.booleans())
+def test_sampling_fields(fields: dict[str, Any], chatting: bool) -> None:
+    if chatting:
+        understood_or_refused(chat.read_chat, {"messages": [{"role": "user", "content": "hi"}], **fields})
+    else:
+        understood_or_refused(completions.read_completion, {"prompt": "hi", **fields})
 
 
 def an_object_or_an_error(raw: bytes) -> None:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from revolta_serve.errors import CheckpointError
@@ -34,11 +34,15 @@ def test_encode_is_the_oracles(text: str) -> None:
 
 @settings(deadline=None)
 @given(st.text(max_size=60))
+@example("<think>")
 def test_plain_text_round_trips_to_its_composed_form(text: str) -> None:
     import unicodedata
 
     ids = tokenizer().encode_plain(text)
     assert tokenizer().decode(ids) == unicodedata.normalize("NFC", text)
+    # The oracle splits only those added tokens that are marked special; of the others, such as <think>, plain text knows none either.
+    unmarked = [str(token) for token in oracle().added_tokens_decoder.values() if not token.special]
+    assume(not any(literal in text for literal in unmarked))
     assert ids == oracle().encode(text, add_special_tokens=False, split_special_tokens=True)
 
 

@@ -79,7 +79,8 @@ class FakeRunner:
             corrupt = piece.kind == "prefill" and first == CORRUPT
             token = (piece.tokens[-1] + 1) % VOCAB
             results.append(SliceResult(piece.request, (token,) if piece.sample and not corrupt else (), corrupt))
-        return StepResult(step=plan.step, slices=tuple(results))
+        rows = {kind: sum(len(piece.tokens) for piece in plan.slices if piece.kind == kind) for kind in ("decode", "prefill")}
+        return StepResult(step=plan.step, slices=tuple(results), decode_rows=rows["decode"], prefill_rows=rows["prefill"])
 
     def _misbehave(self, token: int) -> None:
         if self.rank == 0 and token == RAISE:

@@ -1,6 +1,8 @@
 """The published model's config.json, and variations of it."""
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 from revolta_serve.model.model_config import ModelConfig
@@ -36,3 +38,13 @@ def raw(**changes: Any) -> dict[str, Any]:
 def read(**changes: Any) -> ModelConfig:
     """The checked config of the published model with text fields changed."""
     return ModelConfig.from_dict(raw(**changes))
+
+
+YARN = {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 262144}
+
+
+def write(directory: Path, top: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A directory with the published config.json, extended to twice its positions by YaRN; `top` changes fields beside text_config."""
+    changes.setdefault("rope_parameters", TEXT["rope_parameters"] | YARN)
+    (directory / "config.json").write_text(json.dumps(raw(**changes) | (top or {})))
+    return directory

@@ -19,7 +19,8 @@ from revolta_serve.runner.runner import Runner
 from revolta_serve.types import Slice
 from sm70kernels import moe_route, qsa_select
 from sm70kernels.op import Op
-from support.drive import Request, full_pass
+from support.drive import BLOCK, Request, full_pass
+from support.states import contents, differing, poison
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Ranked:
     collectives: dict[str, int]
     """During the prefill and the continuation."""
     steps: int
+    changed: list[str]
+    """Planes, or "logits", that a snapshot, a return from it and several rows a step changed in a bit."""
 
 
 @contextmanager
@@ -88,10 +91,35 @@ def _one_rank(rank: int, config: ServeConfig, texts: list[list[int]], prompt: li
     calls |= {f"context.{kind}": n for kind, n in groups.context.calls.items()}
     steps = -(-len(prompt) // 128) + len(forced)
     kv_bytes = runner.pools.k.nbytes + runner.pools.v.nbytes
-    seen = Ranked(passes, experts, blocks, logits, sampled, runner.report.weight_bytes, kv_bytes, calls, steps)
+    request.finish()
+    changed = _changed_by_coming_back(runner, prompt, forced[:20])
+    seen = Ranked(passes, experts, blocks, logits, sampled, runner.report.weight_bytes, kv_bytes, calls, steps, changed)
     torch.save(seen, f"{out}/{rank}")
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _changed_by_coming_back(runner: Runner, prompt: list[int], answer: list[int]) -> list[str]:
+    """Compare a request whose answer rows run one by one with one that comes back from a snapshot and runs them eight at a time."""
+    found = []
+    for coming_back in (False, True):
+        poison(runner)
+        judged: list[Tensor] = []
+        runner.tap = lambda _piece, logits, into=judged: into.append(logits)  # type: ignore[misc]
+        one = Request(runner, 0, prompt + answer)
+        one.prompt, kept = len(prompt), len(prompt) // BLOCK * BLOCK
+        one.step(one.prompt, keep=[(kept, 5)])
+        if coming_back:
+            one.step(8, "decode")
+            runner.pools.ring.fill_(torch.nan)
+            one.resume(kept, 5, slot=2)
+            one.prefill()
+        one.replay(8 if coming_back else 1)
+        (logits,) = judged
+        found.append(contents(one) | {"logits": logits})
+        one.finish()
+    runner.tap = None
+    return differing(*found)
 
 
 def run_ranks(

@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # the types of the ops; at run time __getattr__ finds them
     from sm70kernels.ops.rms_norm import rms_norm as rms_norm
     from sm70kernels.ops.sample_verify import sample_verify as sample_verify
     from sm70kernels.ops.state_copy import state_copy as state_copy
+    from sm70kernels.ops.token_logprobs import token_logprobs as token_logprobs
     from sm70kernels.ops.top1_merge import top1_merge as top1_merge
     # end of the generated block
 

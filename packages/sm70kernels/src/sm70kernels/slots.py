@@ -14,12 +14,12 @@ def running(draw: Draw) -> Tensor:
 
 
 def snapshot(draw: Draw) -> Tensor:
-    """Distinct slots that `slot`, made before, does not use; half of them -1 (no snapshot). Needs SL >= 2 N."""
+    """Distinct slots that `slot`, made before, does not use; half of them -1 (no snapshot). Needs a free slot for each."""
     free = torch.ones(draw.dims["SL"], dtype=torch.bool)
     used = draw.made["slot"].long()
     free[used[used >= 0]] = False
     candidates = free.nonzero().squeeze(1)
-    chosen = candidates[torch.randperm(candidates.shape[0], generator=draw.generator)[: draw.shape[0]]]
+    chosen = candidates[torch.randperm(candidates.shape[0], generator=draw.generator)[: torch.Size(draw.shape).numel()]].view(draw.shape)
     return chosen.masked_fill(torch.rand(draw.shape, generator=draw.generator) < 0.5, -1).to(draw.dtype)
 
 
@@ -39,6 +39,17 @@ def rows(draw: Draw) -> Tensor:
     room = torch.cat([first[1:], torch.tensor([draw.dims["M"]])])[: draw.shape[0]] - first
     counts = (torch.rand(draw.shape, generator=draw.generator) * (room + 1)).long()
     return torch.minimum(counts, room).to(draw.dtype)
+
+
+def ascending(grid: int) -> Maker:
+    """Row counts after which a snapshot is kept, ascending, 0 .. the grid's first multiple after `rows`, made before."""
+
+    def maker(draw: Draw) -> Tensor:
+        last = draw.made["rows"].long()[:, None] // grid + 1
+        counts = (torch.rand(draw.shape, generator=draw.generator) * (last + 1)).long() * grid
+        return torch.sort(counts, 1).values.to(draw.dtype)
+
+    return maker
 
 
 def commit() -> dict[str, Maker]:

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sm70kernels.snapshots import Kept
+
 Array = NDArray[Any]
 
 
@@ -41,18 +43,26 @@ def store(window: Array, sequence: Array, slot: Sequence[int], taken: Sequence[i
         window[:, slot[i]] = sequence[:, i, taken[i] : taken[i] + held]
 
 
+def keep(pool: Array, sequence: Array, kept: Sequence[Kept]) -> None:
+    """Write each kept window to its slot of one layer's pool [SL, H, C]; sequence [N, H + T, C] is one of :func:`joined`."""
+    held = pool.shape[1]
+    for i, at, slot in kept:
+        pool[slot] = sequence[i, at : at + held]
+
+
 def replay(window: Tensor, x: Tensor, slot: Tensor, accepted: Tensor, snapshot_slot: Tensor, snapshot_at: Tensor) -> None:
     """Advance every window by its accepted rows, in place, and store the window after snapshot_at rows to snapshot_slot.
 
     Nothing is stored for a request with accepted 0 or slot -1; no snapshot when snapshot_slot is -1 or snapshot_at is outside
-    1..accepted. Raises ValueError when a request accepts more rows than there are.
+    1..accepted. Raises ValueError when a request with a slot accepts more rows than there are.
     """
     if slot.shape[0] == 0:
         return
     pool, taken, at = window.numpy(), accepted.tolist(), snapshot_at.tolist()
-    if max(taken) > x.shape[2]:
-        raise ValueError(f"accepted {max(taken)} of T={x.shape[2]} recorded rows; a step accepts at most the rows it verified")
     running = [s if n > 0 else -1 for s, n in zip(slot.tolist(), taken, strict=True)]
+    most = max((n for s, n in zip(running, taken, strict=True) if s >= 0), default=0)
+    if most > x.shape[2]:
+        raise ValueError(f"accepted {most} of T={x.shape[2]} recorded rows; a step accepts at most the rows it verified")
     sequence = joined(pool, x.numpy(), running)
     wanted = zip(running, taken, snapshot_slot.tolist(), at, strict=True)
     store(pool, sequence, running, taken)

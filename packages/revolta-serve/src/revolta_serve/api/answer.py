@@ -7,11 +7,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from revolta_serve.api.auth import tenant_of
 from revolta_serve.api.body import read_fields
 from revolta_serve.api.context import Api, api_of
 from revolta_serve.api.fields import Fields
-from revolta_serve.api.generation import Generation, Prompt
+from revolta_serve.api.generation import Generation
 from revolta_serve.api.options import Options
+from revolta_serve.api.prompt import Prompt
 from revolta_serve.api.render import Renderer, request_id
 from revolta_serve.api.sse import EventStream, WholeAnswer
 from revolta_serve.text.reasoning import ThinkTokens
@@ -51,7 +53,7 @@ async def respond(
     fields = await read_fields(request, api.config.api.max_request_bytes)
     id = f"{prefix}-{request_id(request, fields)}"
     plan = await run_in_threadpool(read, api, fields)
-    generation = Generation(api, id, plan.prompts, plan.options, think)
+    generation = Generation(api, id, plan.prompts, plan.options, think, tenant_of(request))
     renderer = render(api, id, plan)
     await generation.start()
     if plan.options.stream:

@@ -5,6 +5,7 @@ import hmac
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from revolta_serve.api.errors import error_response
@@ -30,6 +31,7 @@ class KeyGuard:
             return
         key = _presented(Headers(scope=scope))
         if key is not None and self._accepts(key):
+            scope.setdefault("state", {})["tenant"] = _tenant(key)
             await self._app(scope, receive, send)
             return
         message = "no API key: send Authorization: Bearer KEY or x-api-key: KEY" if key is None else "this API key is not accepted"
@@ -40,6 +42,15 @@ class KeyGuard:
         presented = _digest(key.encode("latin-1"))
         # A sum, so that every digest is compared whichever of them matches.
         return sum(hmac.compare_digest(presented, digest) for digest in self._digests) > 0
+
+
+def tenant_of(request: Request) -> str:
+    """Whose request it is: a name for the key that it came with, which tells nothing of the key; "" where none is needed."""
+    return str(getattr(request.state, "tenant", ""))
+
+
+def _tenant(key: str) -> str:
+    return hashlib.blake2b(key.encode("latin-1"), digest_size=6, person=b"revolta-tenant").hexdigest()
 
 
 def _digest(key: bytes) -> bytes:

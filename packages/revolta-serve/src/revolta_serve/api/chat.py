@@ -13,15 +13,15 @@ from revolta_serve.api.chat_prompt import read_chat_prompt
 from revolta_serve.api.context import Api, api_of
 from revolta_serve.api.errors import UnsupportedParameterError
 from revolta_serve.api.fields import Fields
-from revolta_serve.api.generation import Prompt
-from revolta_serve.api.options import Options, answer_budget, read_options, refuse_unsupported
+from revolta_serve.api.logprobs import read_chat_logprobs
+from revolta_serve.api.options import Options, read_options, refuse_unsupported
+from revolta_serve.api.prompt import Prompt, check_prompt_logprobs, ready
 from revolta_serve.api.render import Renderer
-from revolta_serve.api.shapes import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatMessage
+from revolta_serve.api.shapes import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatMessage
+from revolta_serve.text.alignment import Placed
 from revolta_serve.text.events import Answer, Delta, Event, Finish
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
@@ -63,14 +63,17 @@ def read_chat(api: Api, fields: Fields) -> ChatPlan:
         if fields.has(name):
             way_out = 'say reasoning_effort, or chat_template_kwargs: {"enable_thinking": true}'
             raise UnsupportedParameterError(f"{fields.at(name)}: not a field of this route; {way_out}", param=fields.at(name))
-    options = read_options(fields, api.defaults, api.tokenizer.size, ("max_completion_tokens", "max_tokens"))
-    api.check_sequences(1, options.n, "n")
+    options = read_options(api, fields, ("max_completion_tokens", "max_tokens"), read_chat_logprobs(api, fields))
+    api.check_sequences(1, options.runs, "n")
     include_reasoning = fields.boolean("include_reasoning", True)
-    pieces = read_chat_prompt(fields).render(api.template)
-    api.check_characters(sum(len(piece) for piece in pieces if isinstance(piece, str)), "messages")
-    ids = tuple(api.tokenizer.encode_pieces(pieces))
-    budget = answer_budget(len(ids), api.engine.max_model_len, options, api.defaults.max_tokens, "messages")
-    return ChatPlan(options, (Prompt(ids, budget),), include_reasoning)
+    chat = read_chat_prompt(fields)
+    pieces = chat.render(api.template)
+    if options.lengths.truncate is None:
+        api.check_characters(sum(len(piece) for piece in pieces if isinstance(piece, str)), "messages")
+    ids = api.tokenizer.encode_pieces(pieces)
+    prompt = ready(api, options, ids, api.defaults.max_tokens, "messages", chat.marks(ids, api.tokenizer))
+    check_prompt_logprobs(options, (prompt,))
+    return ChatPlan(options, (prompt,), include_reasoning)
 
 
 class ChatRenderer(Renderer):
@@ -82,14 +85,13 @@ class ChatRenderer(Renderer):
         super().__init__(api, id, plan.prompts, plan.options)
         self._include_reasoning = plan.include_reasoning
         self._begun: set[int] = set()
-        self._prompt_ids = plan.prompts[0].ids if plan.options.return_token_ids else UNSET
 
     def chunks(self, choice: int, event: Event) -> Iterator[Struct]:
         """One chunk per event, after one that opens the choice."""
         if choice not in self._begun:
             self._begun.add(choice)
             opening = ChatChunkChoice(index=choice, delta=ChatDelta(role="assistant", content=""))
-            yield self.chunk(opening, prompt_token_ids=self._prompt_ids)
+            yield self.chunk(opening, prompt_token_ids=self.prompt_ids(0), prompt_text=self.prompt_text(0))
         self.usage.see(choice, event)
         tokens = self.token_ids(event)
         if isinstance(event, Finish):
@@ -98,24 +100,36 @@ class ChatRenderer(Renderer):
         else:
             delta = self._delta(event)
             if delta is not None or tokens is not UNSET:
-                yield self.chunk(ChatChunkChoice(index=choice, delta=delta or ChatDelta(), token_ids=tokens))
+                logprobs = self._logprobs(event.logprobs) if event.kind == "content" else None
+                yield self.chunk(ChatChunkChoice(index=choice, delta=delta or ChatDelta(), logprobs=logprobs, token_ids=tokens))
 
     def whole(self, answers: Sequence[Answer]) -> ChatCompletion:
         """All choices in one object."""
         for choice, answer in enumerate(answers):
             self.usage.finish(choice, answer.usage)
         choices = [self._choice(choice, answer) for choice, answer in enumerate(answers)]
-        return ChatCompletion(**self.head, choices=choices, usage=self.usage.usage(), prompt_token_ids=self._prompt_ids)
+        return ChatCompletion(
+            **self.head,
+            choices=choices,
+            usage=self.usage.usage(),
+            prompt_logprobs=self.prompt_logprobs(answers, 0),
+            prompt_token_ids=self.prompt_ids(0),
+            prompt_text=self.prompt_text(0),
+        )
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
         reasoning = answer.reasoning if self._include_reasoning else None
         return ChatChoice(
             index=index,
             message=ChatMessage(content=answer.content, reasoning=reasoning, reasoning_content=reasoning),
+            logprobs=self._logprobs(answer.logprobs),
             finish_reason=answer.reason,
             stop_reason=answer.stop,
             token_ids=self.token_ids(answer),
         )
+
+    def _logprobs(self, tokens: Sequence[Placed]) -> ChatLogprobs | None:
+        return self.logprobs.chat(tokens) if self.options.sampling.logprobs >= 0 else None
 
     def _delta(self, event: Delta) -> ChatDelta | None:
         if event.kind == "content":

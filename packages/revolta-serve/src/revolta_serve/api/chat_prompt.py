@@ -1,5 +1,6 @@
 """The part of a chat request that makes the prompt: messages, tools, thinking and how the prompt ends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,11 +8,14 @@ from revolta_serve.api.errors import UnsupportedParameterError
 from revolta_serve.api.fields import Fields
 from revolta_serve.api.messages import read_messages
 from revolta_serve.errors import RequestError
+from revolta_serve.text.boundaries import Marks, chat_marks
 from revolta_serve.text.chat_template import ChatTemplate
-from revolta_serve.text.tokenizer import Piece
+from revolta_serve.text.tokenizer import Piece, Tokenizer
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 THINKING_DEFAULT = False
+MESSAGE_START = "<|im_start|>"
+"""Opens every message of a rendered prompt, and the answer."""
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Template variables that are fields of the request."""
 
@@ -38,6 +42,11 @@ class ChatPrompt:
         if all(piece == "" for piece in pieces):
             raise RequestError("messages: the chat template renders an empty prompt from them", param="messages")
         return pieces
+
+    def marks(self, ids: Sequence[int], tokenizer: Tokenizer) -> Marks:
+        """Positions in its ids at which the conversation may part from others (text.boundaries)."""
+        system = bool(self.tools) or any(message["role"] == "system" for message in self.messages[:1])
+        return chat_marks(ids, tokenizer.added.get(MESSAGE_START), system=system, generation=self.add_generation_prompt)
 
 
 def read_chat_prompt(fields: Fields) -> ChatPrompt:

@@ -61,14 +61,14 @@ class Api:
                 param=param,
             )
 
-    def check_sequences(self, prompts: int, n: int, param: str) -> None:
+    def check_sequences(self, prompts: int, runs: int, param: str) -> None:
         """Raise RequestError for more answers than the engine can ever admit: it admits those of one request together."""
         schedule = self.config.schedule
         most = schedule.max_queue + schedule.max_num_seqs
-        if prompts * n > most:
+        if prompts * runs > most:
             raise RequestError(
-                f"{param}: {prompts} prompts with n {n} are {prompts * n} answers; at most {most} are taken at once (schedule.max_queue "
-                f"{schedule.max_queue} and schedule.max_num_seqs {schedule.max_num_seqs}): send several requests",
+                f"{param}: {prompts} prompts of {runs} different answers each are {prompts * runs} answers; at most {most} are taken at "
+                f"once (schedule.max_queue {schedule.max_queue} and schedule.max_num_seqs {schedule.max_num_seqs}): send several requests",
                 param=param,
             )
 

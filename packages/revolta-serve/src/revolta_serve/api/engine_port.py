@@ -1,9 +1,9 @@
 """What the api asks of the engine: the whole of it."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal, Protocol
 
-from revolta_serve.types import EngineStatus, GenerateRequest, Output
+from revolta_serve.types import CacheReset, EngineStatus, FinishReason, GenerateRequest, Output, PauseMode, StepCost
 
 Phase = Literal["starting", "ready", "draining", "dead"]
 
@@ -30,8 +30,34 @@ class EnginePort(Protocol):
         """
         ...
 
-    def abort(self, id: str) -> None:
-        """Give a request up, wherever it is; unknown and finished ids are ignored. Nobody reads its iterator any more."""
+    def abort(self, id: str, ended_as: FinishReason = "abort") -> None:
+        """Give a request up, wherever it is; unknown and finished ids are ignored. Its last Output says so.
+
+        ended_as: how its answer ended for the client, for the log: `stop` when a stop string ended it.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode, *, clear: bool) -> None:
+        """Start no more requests and deal with the running ones as `mode` says; returns when that is reached.
+
+        clear: empty the prefix cache then. A later pause may only go from keep to wait and from wait to abort. Raises
+        EngineUnavailableError unless ready, ConflictError if a resume comes before.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """End a pause, if there is one. Raises EngineUnavailableError before the engine is ready and after its end."""
+        ...
+
+    async def reset_cache(self, *, preempt: bool) -> CacheReset:
+        """Forget what can be reused; with `preempt` running requests give up what they hold, to recompute it.
+
+        Raises EngineUnavailableError unless ready.
+        """
+        ...
+
+    def observe(self, steps: Callable[[StepCost], None]) -> None:
+        """Have `steps` called with the cost of every step from now on."""
         ...
 
     def status(self) -> EngineStatus:

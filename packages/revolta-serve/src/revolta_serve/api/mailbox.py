@@ -2,14 +2,21 @@
 
 While nobody reads, consecutive deltas of one kind of one choice become one, as they come. A choice changes kind once, so a client
 that reads nothing costs at most three entries per choice, whatever the length of the answer, and what they hold is the text itself:
-its bytes, and four bytes a token.
+its bytes, four bytes a token, and the logprobs, where it asked for them, as MessagePack.
 """
 
 import asyncio
 from array import array
 from collections import deque
+from itertools import pairwise
 
+import msgspec
+
+from revolta_serve.text.alignment import Placed
 from revolta_serve.text.events import Delta, Event, Finish
+
+_packed = msgspec.msgpack.Encoder()
+_unpacked = msgspec.msgpack.Decoder(tuple[Placed, ...])
 
 
 class _Growing:
@@ -19,15 +26,29 @@ class _Growing:
         self.kind = first.kind
         self._text = bytearray()
         self._tokens = array("i")
+        self._logprobs = bytearray()
+        self._ends = array("q", (0,))
+        self._prompt_logprobs = first.prompt_logprobs
         self.append(first)
 
     def append(self, delta: Delta) -> None:
         self._text += delta.text.encode()
         self._tokens.extend(delta.tokens)
         self._generated = delta.generated
+        if delta.logprobs:
+            _packed.encode_into(delta.logprobs, self._logprobs, -1)
+            self._ends.append(len(self._logprobs))
 
     def delta(self) -> Delta:
-        return Delta(kind=self.kind, text=self._text.decode(), tokens=tuple(self._tokens), generated=self._generated)
+        packed = memoryview(self._logprobs)
+        return Delta(
+            kind=self.kind,
+            text=self._text.decode(),
+            tokens=tuple(self._tokens),
+            generated=self._generated,
+            logprobs=tuple(placed for start, end in pairwise(self._ends) for placed in _unpacked.decode(packed[start:end])),
+            prompt_logprobs=self._prompt_logprobs,
+        )
 
 
 class Mailbox:
@@ -69,6 +90,12 @@ class Mailbox:
         if self._last.get(choice) is entry:
             del self._last[choice]
         return choice, entry.delta()
+
+    def close(self) -> None:
+        """Drop everything, a failure included. The reader must not come back."""
+        self._entries.clear()
+        self._last.clear()
+        self._failure = None
 
     def __len__(self) -> int:
         return len(self._entries)

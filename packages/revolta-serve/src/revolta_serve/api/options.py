@@ -1,7 +1,6 @@
-"""The request fields that chat and completions share: sampling, lengths, stops, streaming.
+"""The request fields that chat and completions share: sampling, lengths, stops, streaming, scheduling.
 
-Precedence of a sampling value: request, then the checkpoint's generation config, then off. Fields that would change the answer and
-are not supported are refused by name; nothing is dropped in silence.
+Fields that would change the answer and are not supported are refused by name; nothing is dropped in silence but what says so here.
 """
 
 import secrets
@@ -12,42 +11,34 @@ from typing import Any
 
 import xxhash
 
+from revolta_serve.api import logprobs as logprob_fields
+from revolta_serve.api.context import Api
 from revolta_serve.api.errors import UnsupportedParameterError
 from revolta_serve.api.fields import Fields, shown
-from revolta_serve.errors import ContextLengthError, RequestError
-from revolta_serve.text.defaults import MIN_P, TEMPERATURE, TOP_K, TOP_P, GenerationDefaults
+from revolta_serve.api.lengths import Lengths, read_lengths
+from revolta_serve.api.sampling import read_sampling, read_token_ids
+from revolta_serve.errors import RequestError
 from revolta_serve.text.events import TextOptions
-from revolta_serve.types import SamplingParams
+from revolta_serve.types import Repetition, SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
-MAX_STOP_TOKENS = 1024
+MAX_SALT = 1024
+"""Characters."""
+MAX_PATTERN = 1024
+"""Tokens of a pattern that counts as a repetition."""
+MAX_REPEATS = 1024
+INT32 = 2**31 - 1
 INT64 = (-(2**63), 2**63 - 1)
-GREEDY_BELOW = 1e-5
-COLDEST = 0.01
-"""Sampling below this temperature divides by almost nothing; it is raised to it."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "truncate_prompt_tokens": (),
-    "thinking_token_budget": (-1,),
-    "repetition_detection": (),
     "use_beam_search": (False,),
-    "priority": (0,),
-    "cache_salt": (),
     "response_format": ({"type": "text"},),
     "length_penalty": (1,),
     "typical_p": (1,),
@@ -55,6 +46,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "grammar": ("",),
 }
 """Unsupported fields of both routes and the values that ask for nothing; null and absence always do."""
+
+IGNORED = ("kv_transfer_params", "vllm_xargs")
+"""Objects for parts that this server does not have: their type is checked, and that is all."""
 
 
 @dataclass(frozen=True)
@@ -65,47 +59,81 @@ class Options:
     """Without a seed: `choice_seed` gives every choice its own."""
     seed: int
     n: int
-    max_tokens: int | None
-    """None where the request leaves it to the server."""
-    max_tokens_name: str
+    lengths: Lengths
     text: TextOptions
     stop_token_ids: tuple[int, ...]
     """Every id that ends the answer."""
+    thinking_budget: int
+    """Tokens of reasoning after which it is closed; -1: any number."""
+    repetition: Repetition | None
+    priority: int
+    cache_salt: str
+    prompt_logprobs: int
+    """Most likely ids to report at each position of the prompt, by prompt_logprobs alone; -1: none."""
+    echo: bool
+    """The prompt is part of the answer, and so are its logprobs where those of the answer are asked for."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    return_prompt_text: bool
+    ids_as_text: bool
+    """Logprobs name a token token_id:N."""
+
+    @property
+    def runs(self) -> int:
+        """Requests of the engine for each prompt: greedy choices are all the same, so one is made and shown n times."""
+        return self.n if self.sampling.temperature > 0 else 1
 
 
-def read_options(fields: Fields, defaults: GenerationDefaults, vocabulary: int, length_names: tuple[str, ...]) -> Options:
-    """Read and check the shared fields. `length_names` are the spellings of max_tokens on this route."""
+def read_options(api: Api, fields: Fields, length_names: tuple[str, ...], logprobs: int, *, echo: bool = False) -> Options:
+    """Read and check the shared fields. Raises RequestError.
+
+    length_names: the spellings of max_tokens on this route. logprobs, echo: from the fields of the route.
+    """
     refuse_unsupported(fields, NEUTRAL)
+    for name in IGNORED:
+        fields.object(name)
+    # Between tokens of a byte-level vocabulary there is nothing that could be left out: the value makes no difference.
+    fields.boolean("spaces_between_special_tokens", True)
     stream = fields.boolean("stream", False)
     if fields.has("stream_options") and not stream:
         raise RequestError("stream_options: only allowed with stream: true", param="stream_options")
     streaming = fields.object("stream_options")
     include_usage = streaming.boolean("include_usage", False)
-    max_tokens, name = _max_tokens(fields, length_names)
-    stop_token_ids = _token_ids(fields, "stop_token_ids", vocabulary)
-    ends = () if fields.boolean("ignore_eos", False) else defaults.stop_ids
+    stop_token_ids = read_token_ids(fields, "stop_token_ids", api.tokenizer.size)
+    ends = () if fields.boolean("ignore_eos", False) else api.defaults.stop_ids
+    ending = tuple(dict.fromkeys((*ends, *stop_token_ids)))
+    prompt_logprobs = logprob_fields.read_prompt_logprobs(api, fields, stream=stream)
+    asked = max(prompt_logprobs, logprobs) if echo else prompt_logprobs
+    sampling = read_sampling(api, fields, ending, logprobs=logprobs, prompt_logprobs=asked)
     seed = fields.integer("seed", -1, *INT64)
     return Options(
-        sampling=_sampling(fields, defaults),
+        sampling=sampling,
         seed=secrets.randbits(63) if seed == -1 else seed,
         n=fields.integer("n", 1, 1, MAX_CHOICES),
-        max_tokens=max_tokens,
-        max_tokens_name=name,
+        lengths=read_lengths(fields, length_names),
         text=TextOptions(
             stops=_stops(fields),
             stop_token_ids=stop_token_ids,
             include_stop=fields.boolean("include_stop_str_in_output", False),
             skip_special_tokens=fields.boolean("skip_special_tokens", True),
+            min_tokens=sampling.min_tokens,
+            logprobs=logprobs >= 0,
         ),
-        stop_token_ids=tuple(dict.fromkeys((*ends, *stop_token_ids))),
+        stop_token_ids=ending,
+        thinking_budget=fields.integer("thinking_token_budget", -1, -1, INT32),
+        repetition=_repetition(fields),
+        priority=_priority(api, fields),
+        cache_salt=_salt(fields),
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
         stream=stream,
         include_usage=include_usage,
         continuous_usage=streaming.boolean("continuous_usage_stats", False) and include_usage,
         return_token_ids=fields.boolean("return_token_ids", False),
+        return_prompt_text=fields.boolean("return_prompt_text", False),
+        ids_as_text=fields.boolean("return_tokens_as_token_ids", False),
     )
 
 
@@ -124,47 +152,6 @@ def choice_seed(seed: int, choice: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<qQ", seed, choice)) >> 1
 
 
-def answer_budget(prompt: int, limit: int, options: Options, default: int | None, param: str) -> int:
-    """Tokens an answer to a prompt of `prompt` tokens may have in a context of `limit`. Raises ContextLengthError.
-
-    An explicit max_tokens must fit; a default (None: as long as possible) is cut to what is left.
-    """
-    left = limit - prompt
-    maximum = f"This model's maximum context length is {limit} tokens"
-    if left < 1:
-        raise ContextLengthError(
-            f"{maximum}, but the prompt alone has {prompt} tokens and an answer needs at least 1. Shorten the prompt.", param=param
-        )
-    if options.max_tokens is None:
-        return left if default is None else min(left, default)
-    if options.max_tokens > left:
-        raise ContextLengthError(
-            f"{maximum}, but you requested {prompt + options.max_tokens} tokens: {prompt} in the prompt and {options.max_tokens} in the "
-            f"answer ({options.max_tokens_name}). Shorten the prompt or ask for at most {left} tokens.",
-            param=options.max_tokens_name,
-        )
-    return options.max_tokens
-
-
-def _sampling(fields: Fields, defaults: GenerationDefaults) -> SamplingParams:
-    temperature = fields.number("temperature", defaults.temperature, TEMPERATURE)
-    temperature = 0.0 if temperature < GREEDY_BELOW else max(temperature, COLDEST)
-    return SamplingParams(
-        temperature=temperature,
-        top_k=max(0, fields.integer("top_k", defaults.top_k, int(TOP_K.low), int(TOP_K.high))),
-        top_p=fields.number("top_p", defaults.top_p, TOP_P),
-        min_p=fields.number("min_p", defaults.min_p, MIN_P),
-    )
-
-
-def _max_tokens(fields: Fields, names: tuple[str, ...]) -> tuple[int | None, str]:
-    given = {name: fields.integer(name, None, 1) for name in names if fields.has(name)}
-    if len(set(given.values())) > 1:
-        stated = " and ".join(f"{name} {shown(value)}" for name, value in given.items())
-        raise RequestError(f"{stated} contradict each other; send one", param=names[0])
-    return next(((value, name) for name, value in given.items()), (None, names[0]))
-
-
 def _stops(fields: Fields) -> tuple[str, ...]:
     value = fields.raw.get("stop")
     stops = [value] if isinstance(value, str) else (fields.array("stop") or [])
@@ -177,17 +164,38 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def _token_ids(fields: Fields, name: str, vocabulary: int) -> tuple[int, ...]:
-    ids = fields.array(name) or []
-    if len(ids) > MAX_STOP_TOKENS:
-        raise fields.fail(name, f"at most {MAX_STOP_TOKENS} token ids")
-    check_token_ids(ids, fields.at(name), vocabulary)
-    return tuple(ids)
+def _repetition(fields: Fields) -> Repetition | None:
+    """repetition_detection; one of patterns of no length asks for nothing."""
+    if not fields.has("repetition_detection"):
+        return None
+    given = fields.object("repetition_detection")
+    longest = given.integer("max_pattern_size", 0, 0, MAX_PATTERN)
+    shortest = given.integer("min_pattern_size", 0, 0, MAX_PATTERN)
+    if shortest > longest:
+        raise given.fail("min_pattern_size", f"at most max_pattern_size, {longest}")
+    if not longest:
+        return None
+    count = given.integer("min_count", None, 2, MAX_REPEATS)
+    if count is None:
+        raise given.fail("min_count", f"an integer between 2 and {MAX_REPEATS}")
+    return Repetition(shortest=max(1, shortest), longest=longest, count=count)
 
 
-def check_token_ids(ids: list[Any], path: str, vocabulary: int) -> None:
-    """Raise RequestError naming the first entry that is not a token id."""
-    for number, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocabulary:
-            where = f"{path}[{number}]"
-            raise RequestError(f"{where}: expected a token id between 0 and {vocabulary - 1}, got {shown(token)}", param=where)
+def _priority(api: Api, fields: Fields) -> int:
+    priority = fields.integer("priority", 0, -INT32, INT32)
+    if priority and api.config.schedule.policy != "priority":
+        raise UnsupportedParameterError(
+            f"{fields.at('priority')}: {priority} needs schedule.policy priority, and this server has {api.config.schedule.policy}; "
+            "leave it out or set it to 0",
+            param=fields.at("priority"),
+        )
+    return priority
+
+
+def _salt(fields: Fields) -> str:
+    salt = fields.string("cache_salt", None)
+    if salt is None:
+        return ""
+    if not 1 <= len(salt) <= MAX_SALT:
+        raise fields.fail("cache_salt", f"a string of 1 to {MAX_SALT} characters")
+    return salt

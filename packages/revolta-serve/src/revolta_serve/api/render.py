@@ -7,13 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 from starlette.requests import Request
 
 from revolta_serve.api.context import Api
 from revolta_serve.api.fields import Fields
-from revolta_serve.api.generation import Prompt
+from revolta_serve.api.logprobs import LogprobWriter
 from revolta_serve.api.options import Options
+from revolta_serve.api.prompt import Prompt
 from revolta_serve.api.shapes import CompletionDetails, PromptDetails, Usage
 from revolta_serve.errors import RequestError
 from revolta_serve.text.events import Answer, AnswerUsage, Event, Finish
@@ -66,7 +67,14 @@ class Renderer(ABC):
     def __init__(self, api: Api, id: str, prompts: Sequence[Prompt], options: Options) -> None:
         self.head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": api.name, "system_fingerprint": api.fingerprint}
         self.options = options
+        self.logprobs = LogprobWriter(api.tokenizer, ids_as_text=options.ids_as_text)
+        self.prompts = prompts
         self.usage = UsageCount(prompts, options)
+
+    @property
+    def laborious(self) -> bool:
+        """Writing a whole answer takes a while: there are logprobs in it."""
+        return self.options.sampling.logprobs >= 0 or self.options.sampling.prompt_logprobs >= 0
 
     @abstractmethod
     def chunks(self, choice: int, event: Event) -> Iterable[Struct]:
@@ -91,6 +99,19 @@ class Renderer(ABC):
     def token_ids(self, event: Event | Answer) -> tuple[int, ...] | UnsetType:
         """The ids of an event or answer, where the request asks for them."""
         return event.tokens if self.options.return_token_ids else UNSET
+
+    def prompt_ids(self, number: int) -> tuple[int, ...] | UnsetType:
+        """The ids of a prompt, where the request asks for them."""
+        return self.prompts[number].ids if self.options.return_token_ids else UNSET
+
+    def prompt_text(self, number: int) -> str | UnsetType:
+        """The text of a prompt as the model sees it, where the request asks for it."""
+        return self.prompts[number].text if self.options.return_prompt_text else UNSET
+
+    def prompt_logprobs(self, answers: Sequence[Answer], number: int) -> list[Raw | None] | UnsetType:
+        """The logprobs of a prompt, where the request asks for them: those of its first choice."""
+        count = self.options.prompt_logprobs
+        return UNSET if count < 0 else self.logprobs.prompt(answers[number * self.options.n].prompt_logprobs, count)
 
 
 def request_id(request: Request, fields: Fields) -> str:

@@ -1,6 +1,6 @@
 """The JSON objects of the OpenAI dialect. A field that defaults to UNSET is left out; None is written as null."""
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 
 class PromptDetails(Struct, frozen=True):
@@ -25,6 +25,49 @@ class Usage(Struct, frozen=True):
     completion_tokens_details: CompletionDetails
 
 
+class TopLogprob(Struct, frozen=True, kw_only=True):
+    """One of the most likely tokens at a place."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class ChatLogprob(Struct, frozen=True, kw_only=True):
+    """A token of the content and those that were as likely or likelier."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True, kw_only=True):
+    """The tokens that a content, or a part of it, is made of: each a ChatLogprob, JSON already."""
+
+    content: list[Raw]
+    refusal: None = None
+
+
+class TextLogprobs(Struct, frozen=True, kw_only=True):
+    """The tokens of a text: four lists of one length. The first token of an echoed prompt has no logprobs."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[Raw | None] = []
+    """{text: logprob}, JSON already."""
+    text_offset: list[int] = []
+    """Characters of the whole text before that of the token."""
+
+
+class PromptLogprob(Struct, frozen=True, kw_only=True):
+    """What the model thought of one token at a position of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class ChatMessage(Struct, frozen=True, kw_only=True):
     """The answer of one choice. Reasoning is given under both names clients look for."""
 
@@ -43,7 +86,7 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
 
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str
     stop_reason: str | int | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
@@ -60,7 +103,9 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     service_tier: None = None
     system_fingerprint: str
     usage: Usage
+    prompt_logprobs: list[Raw | None] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
 class ChatDelta(Struct, frozen=True, kw_only=True):
@@ -77,7 +122,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
 
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
@@ -94,6 +139,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
 class TextChoice(Struct, frozen=True, kw_only=True):
@@ -101,11 +147,13 @@ class TextChoice(Struct, frozen=True, kw_only=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: list[Raw | None] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
 class TextCompletion(Struct, frozen=True, kw_only=True):

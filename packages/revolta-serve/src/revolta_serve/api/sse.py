@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 
 import msgspec
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from revolta_serve.api.errors import ClientGoneError, error_body, error_response, known
 from revolta_serve.api.generation import Generation
 from revolta_serve.api.render import Renderer
+from revolta_serve.text.events import Answer
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class EventStream:
                 choice, event = await self.generation.next()
         except TimeoutError:
             return iter((KEEP_ALIVE,))
+        if event.prompt_logprobs:
+            return iter(await run_in_threadpool(lambda: [_data(chunk) for chunk in self.renderer.chunks(choice, event)]))
         return map(_data, self.renderer.chunks(choice, event))
 
 
@@ -78,7 +82,8 @@ class WholeAnswer:
         self.generation.watch(receive)
         try:
             answers = await self.generation.answers()
-            response = Response(msgspec.json.encode(self.renderer.whole(answers)), media_type="application/json")
+            body = await run_in_threadpool(self._body, answers) if self.renderer.laborious else self._body(answers)
+            response = Response(body, media_type="application/json")
         except ClientGoneError:
             return
         except Exception as error:  # nothing has been sent yet: the status can still say it
@@ -86,6 +91,9 @@ class WholeAnswer:
         finally:
             self.generation.close()
         await response(scope, receive, send)
+
+    def _body(self, answers: list[Answer]) -> bytes:
+        return msgspec.json.encode(self.renderer.whole(answers))
 
 
 async def _write(send: Send, part: bytes) -> None:

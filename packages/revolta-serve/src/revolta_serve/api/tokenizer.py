@@ -10,7 +10,7 @@ from revolta_serve.api.body import read_fields
 from revolta_serve.api.chat_prompt import read_chat_prompt
 from revolta_serve.api.context import Api, api_of
 from revolta_serve.api.fields import Fields
-from revolta_serve.api.options import check_token_ids
+from revolta_serve.api.sampling import check_token_ids
 from revolta_serve.api.shapes import Tokens
 from revolta_serve.errors import RequestError
 

@@ -1,9 +1,8 @@
 """How many token blocks and state slots fit: one pure function of dimensions, formats and bytes, the same for plan and server."""
 
-import math
 from dataclasses import dataclass
 
-from revolta_serve.cache.layout import BLOCK, Format, Layout, layout
+from revolta_serve.cache.layout import BLOCK, Format, Layout, Window, blocks_for, layout
 from revolta_serve.config import ServeConfig
 from revolta_serve.errors import ConfigError
 from revolta_serve.model.model_config import ModelConfig
@@ -11,8 +10,8 @@ from revolta_serve.model.model_config import ModelConfig
 USUAL_TOKENS = 8192
 """Context that every running request but one can have beside one of max_model_len when no memory size is given."""
 
-SLOT_SHARE = 0.15
-"""Part of the bytes given to slots beyond the running ones: they hold the states that later requests resume from."""
+SLOT_PERCENT = 15
+"""Part of the bytes set aside for slots beyond the running ones: they hold the states that later requests resume from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Capacity:
     @property
     def concurrency(self) -> float:
         """Requests of max_model_len tokens that fit at the same time."""
-        return self.num_blocks / math.ceil(self.max_model_len / BLOCK)
+        return self.num_blocks / blocks_for(self.max_model_len)
 
     def describe(self) -> str:
         """Two lines for the start of a server.
@@ -51,24 +50,38 @@ class Capacity:
         What is left beside one request of max_model_len matters as much as how many fit: requests without a limit share it while the
         oldest of them may still grow to that length.
         """
-        beside = self.tokens - math.ceil(self.max_model_len / BLOCK) * BLOCK
+        beside = self.tokens - blocks_for(self.max_model_len) * BLOCK
         return (
-            f"cache: {self.num_blocks:,} blocks of {BLOCK} tokens = {self.tokens:,} tokens ({_size(self.kv_bytes)}), "
-            f"{self.num_slots:,} state slots of {_size(self.slot_bytes)} ({_size(self.state_bytes)}) on each rank\n"
+            f"cache: {self.num_blocks:,} blocks of {BLOCK} tokens = {self.tokens:,} tokens ({size(self.kv_bytes)}), "
+            f"{self.num_slots:,} state slots of {size(self.slot_bytes)} ({size(self.state_bytes)}) on each rank\n"
             f"cache: {self.concurrency:.2f} requests of {self.max_model_len:,} tokens at the same time, "
             f"or one of them and {beside:,} tokens of others"
         )
 
 
-def capacity(config: ServeConfig, model: ModelConfig) -> Capacity:
+def pool_layout(config: ServeConfig, model: ModelConfig, window: Window | None = None) -> Layout:
+    """What a block and a slot of this configuration hold. window: of the drafter when config.speculate asks for one with a window."""
+    dtype: Format = config.model.dtype
+    kv: Format = dtype if config.cache.kv_format == "auto" else config.cache.kv_format
+    return layout(
+        model,
+        tensor=config.parallel.tensor,
+        context=config.parallel.decode_context,
+        dtype=dtype,
+        kv=kv,
+        index=config.cache.index_ranks,
+        mtp=kv if config.speculate.method == "mtp" else None,
+        window=window,
+    )
+
+
+def capacity(config: ServeConfig, model: ModelConfig, window: Window | None = None) -> Capacity:
     """The pools of a resolved configuration.
 
     Raises ConfigError when they cannot hold one request of max_model_len or the states of max_num_seqs requests.
     """
-    dtype: Format = config.model.dtype
-    shape = layout(model, tensor=config.parallel.tensor, context=config.parallel.decode_context, dtype=dtype, kv=dtype)
-    return plan(
-        shape,
+    return divide(
+        pool_layout(config, model, window),
         max_num_seqs=config.schedule.max_num_seqs,
         max_model_len=config.schedule.max_model_len,
         memory_bytes=config.cache.memory_bytes,
@@ -77,53 +90,54 @@ def capacity(config: ServeConfig, model: ModelConfig) -> Capacity:
     )
 
 
-def plan(
+def divide(
     shape: Layout, *, max_num_seqs: int, max_model_len: int, memory_bytes: int = 0, num_blocks: int = 0, num_slots: int = 0
 ) -> Capacity:
     """Divide memory_bytes between blocks and slots; 0 stands for a number to be found.
 
-    Slots default to 2·max_num_seqs + floor(0.15 · bytes / slot bytes). When that leaves too few blocks for one request of
-    max_model_len, slots shrink, but never below max_num_seqs. Without memory_bytes the bytes are those of num_blocks or, without
-    that too, of enough blocks for one request of max_model_len and max_num_seqs - 1 of min(max_model_len, 8192) tokens.
+    Slots default to 2·max_num_seqs + floor(0.15 · bytes / slot bytes). Blocks take nothing of those 15%, not even what is left of a
+    slot, so that more bytes never mean fewer tokens. When that leaves too few blocks for one request of max_model_len, slots shrink,
+    but never below max_num_seqs. Without memory_bytes the bytes are those of num_blocks or, without that too, of enough blocks for
+    one request of max_model_len and max_num_seqs - 1 of min(max_model_len, 8192) tokens.
+    Raises ConfigError, naming what is there, what is needed and the way out, when one request of max_model_len does not fit.
     """
     block, slot = shape.block_bytes, shape.slot_bytes
-    longest = math.ceil(max_model_len / BLOCK)
+    longest, running = blocks_for(max_model_len), 2 * max_num_seqs * slot
     if not memory_bytes or not block:  # a model without attention layers has blocks of no bytes: as many as could be used
-        wanted = num_blocks or longest + (max_num_seqs - 1) * math.ceil(min(max_model_len, USUAL_TOKENS) / BLOCK)
-        slots = num_slots or _default_slots(_bytes_for(wanted * block, slot, max_num_seqs), slot, max_num_seqs)
+        wanted = num_blocks or longest + (max_num_seqs - 1) * blocks_for(min(max_model_len, USUAL_TOKENS))
+        total = -(-(wanted * block + running) * 100 // (100 - SLOT_PERCENT))
+        slots = num_slots or 2 * max_num_seqs + total * SLOT_PERCENT // 100 // slot
         return _checked(Capacity(wanted, slots, block, slot, max_model_len), longest)
-    slots = num_slots or max(max_num_seqs, min(_default_slots(memory_bytes, slot, max_num_seqs), (memory_bytes - longest * block) // slot))
-    blocks = (memory_bytes - slots * slot) // block
+    if num_slots:
+        slots, blocks = num_slots, (memory_bytes - num_slots * slot) // block
+    else:
+        share = memory_bytes * SLOT_PERCENT // 100
+        slots, blocks = 2 * max_num_seqs + share // slot, (memory_bytes - running - share) // block
+        if blocks < longest:
+            slots = max(max_num_seqs, min(slots, (memory_bytes - longest * block) // slot))
+            blocks = min(longest, (memory_bytes - slots * slot) // block)
     if blocks < longest:
         tokens = max(0, blocks) * BLOCK
         raise ConfigError(
-            f"cache.memory_bytes={memory_bytes:,} holds {tokens:,} tokens beside {slots} state slots, less than "
-            f"schedule.max_model_len={max_model_len:,}; use at least {longest * block + slots * slot:,} bytes"
-            + (f" or max_model_len={tokens}" if tokens >= 2 else "")
+            f"{memory_bytes:,} bytes for the pools of a rank hold {tokens:,} tokens beside {slots} state slots of {slot:,} bytes, less "
+            f"than schedule.max_model_len={max_model_len:,}, which needs {longest * block + slots * slot:,} bytes; "
+            + (f"use --max-model-len {tokens} or less, or more bytes" if tokens >= 2 else "use more bytes")
         )
     return Capacity(blocks, slots, block, slot, max_model_len)
-
-
-def _default_slots(memory: int, slot: int, max_num_seqs: int) -> int:
-    return 2 * max_num_seqs + math.floor(SLOT_SHARE * memory / slot)
-
-
-def _bytes_for(blocks: int, slot: int, max_num_seqs: int) -> int:
-    """The budget of which `blocks` bytes remain after the default number of slots."""
-    return math.ceil((blocks + 2 * max_num_seqs * slot) / (1 - SLOT_SHARE))
 
 
 def _checked(result: Capacity, longest: int) -> Capacity:
     if result.num_blocks < longest:
         raise ConfigError(
-            f"cache.num_blocks={result.num_blocks} holds {result.tokens} tokens, less than schedule.max_model_len={result.max_model_len}; "
-            f"use at least {longest} blocks or max_model_len={result.tokens}"
+            f"cache.num_blocks={result.num_blocks} holds {result.tokens:,} tokens, less than schedule.max_model_len="
+            f"{result.max_model_len:,}; use at least {longest} blocks or --max-model-len {result.tokens}"
         )
     return result
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
+    """Bytes for a reader: in the largest binary unit of which there is at least one."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= scale:
-            return f"{count / scale:.1f} {unit}"
+            return f"{count / scale:.2f} {unit}"
     return f"{count} B"

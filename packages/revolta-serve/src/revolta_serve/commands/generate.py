@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revolta_serve.api.options import COLDEST, GREEDY_BELOW, INT64, choice_seed
+from revolta_serve.api.options import INT64, choice_seed
+from revolta_serve.api.sampling import usable_temperature
 from revolta_serve.cache.capacity import capacity
 from revolta_serve.commands.serve import Checked, check
 from revolta_serve.config import ServeConfig
@@ -116,8 +117,7 @@ def _sampling(job: Job) -> SamplingParams:
     low, high = INT64
     if not low <= job.seed <= high:
         raise ConfigError(f"--seed {job.seed} must be an integer of 64 bits, in [{low}, {high}]")
-    temperature = 0.0 if job.temperature < GREEDY_BELOW else max(job.temperature, COLDEST)
-    return SamplingParams(temperature=temperature, seed=choice_seed(job.seed, 0))
+    return SamplingParams(temperature=usable_temperature(job.temperature), seed=choice_seed(job.seed, 0))
 
 
 def _check_writable(path: Path) -> None:

@@ -6,15 +6,15 @@ before anything is loaded.
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import uvicorn
 import uvloop
@@ -22,10 +22,18 @@ from starlette.applications import Starlette
 
 from revolta_serve.api.app import create_app
 from revolta_serve.api.connection import Connection
-from revolta_serve.cache.capacity import Capacity, capacity
-from revolta_serve.config import ApiConfig, ServeConfig
+from revolta_serve.api.operator import Facts
+from revolta_serve.api.stats_line import log_stats
+from revolta_serve.cache.capacity import Capacity
+from revolta_serve.commands import plan_account
+from revolta_serve.commands.host_memory import check_memory
+from revolta_serve.commands.plan_account import Plan
+from revolta_serve.commands.plan_computable import check_computable
+from revolta_serve.commands.plan_text import lines
+from revolta_serve.config import ApiConfig, ServeConfig, get, options
 from revolta_serve.engine.client import COMMAND, EngineClient
 from revolta_serve.errors import ConfigError, EngineUnavailableError
+from revolta_serve.logs import configure, console
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.profile import Loaded
 from revolta_serve.text.chat_template import ChatTemplate
@@ -49,6 +57,7 @@ class Checked:
 
     config: ServeConfig
     plan: Capacity
+    account: Plan
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: GenerationDefaults
@@ -60,11 +69,18 @@ def check(config: ServeConfig) -> Checked:
     if not os.path.isdir(path):
         raise ConfigError(f"model directory {path!r} does not exist; give the directory that holds config.json")
     model = ModelConfig.load(path)
-    config = config.resolve(model)
-    CheckpointIndex.open(path)
+    check_computable(config, model)
+    account = plan_account.account(config, model, index=CheckpointIndex.open(path))
     tokenizer = Tokenizer.load(path)
     template, defaults = ChatTemplate.load(path, tokenizer), GenerationDefaults.load(path, tokenizer.size)
-    return Checked(config, capacity(config, model), tokenizer, template, defaults)
+    check_memory(account.config, model, account.capacity)
+    return Checked(account.config, account.capacity, account, tokenizer, template, defaults)
+
+
+WAYS_OUT = {
+    errno.EADDRNOTAVAIL: "give an address of this machine with --host, 0.0.0.0 for all",
+    errno.EACCES: "choose a port of at least 1024 with --port",
+}
 
 
 def bind(api: ApiConfig) -> socket.socket:
@@ -84,7 +100,8 @@ def bind(api: ApiConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or error
-        raise ConfigError(f"cannot listen on {api.host} port {api.port} ({reason}); free it or choose another with --port") from error
+        way = WAYS_OUT.get(error.errno or 0, "free it or choose another with --port")
+        raise ConfigError(f"cannot listen on {api.host} port {api.port} ({reason}); {way}") from error
     listener.setblocking(False)
     return listener
 
@@ -102,20 +119,26 @@ def serve(loaded: Loaded, guest: Guest | None = None, engine_command: Sequence[s
     """
     checked = check(loaded.config)
     config = checked.config
-    level = config.api.log_level.upper()
-    logging.basicConfig(level=level, format="%(levelname)s %(asctime)s api %(name)s: %(message)s", stream=sys.stderr)
-    for chatty in ("httpx", "httpcore", "uvicorn.error"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    configure(config.api, "api")
     with contextlib.closing(bind(config.api)) as listener:
         for path, shown, source in loaded.table():
             if source != "default":
                 log.info("config: %s = %s (%s)", path, shown, source)
         log.info("config: digest %s", config.digest())
-        print(checked.plan.describe(), flush=True)
+        for line in lines(checked.account):
+            console.info("%s", line)
         if not config.api.keys and not _is_loopback(config.api.host):
             log.warning("api: anyone who reaches %s may use this server; set --api-key or REVOLTA_API_KEY", config.api.host)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Serving(checked, listener, guest, engine_command).run())
+            return runner.run(_Serving(checked, _facts(loaded, checked), listener, guest, engine_command).run())
+
+
+def _facts(loaded: Loaded, checked: Checked) -> Facts:
+    """Where every value came from: a number that `resolve` found says so, unless it was given."""
+    derived = {entry.path: "derived" for entry in options() if get(loaded.config, entry.path) != get(checked.config, entry.path)}
+    plan = checked.plan
+    sizes = {"tokens": plan.tokens, "kv_bytes": plan.kv_bytes, "state_bytes": plan.state_bytes, "concurrency": round(plan.concurrency, 2)}
+    return Facts({**derived, **loaded.sources}, asdict(plan) | sizes)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -129,10 +152,10 @@ class _Uvicorn(uvicorn.Server):
 class _Serving:
     """One run of the server: an engine, a listener, and whoever ends them."""
 
-    def __init__(self, checked: Checked, listener: socket.socket, guest: Guest | None, engine_command: Sequence[str]) -> None:
+    def __init__(self, checked: Checked, facts: Facts, listener: socket.socket, guest: Guest | None, engine_command: Sequence[str]) -> None:
         self.config, self.listener, self.guest = checked.config, listener, guest
         self.client = EngineClient(checked.config, engine_command)
-        app: Starlette = create_app(checked.config, self.client, checked.tokenizer, checked.template, checked.defaults)
+        app: Starlette = create_app(checked.config, self.client, checked.tokenizer, checked.template, checked.defaults, facts=facts)
         self.server = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -157,7 +180,7 @@ class _Serving:
             loop.add_signal_handler(number, self._on_signal)
         await self.client.start()
         serving = asyncio.create_task(self.server.serve(sockets=[self.listener]))
-        print(f"listening on {url_of(self.listener)} while the model loads", flush=True)
+        console.info("listening on %s while the model loads", url_of(self.listener))
         main = asyncio.create_task(self._live())
         try:
             await asyncio.wait({serving, main}, return_when=asyncio.FIRST_COMPLETED)
@@ -176,20 +199,24 @@ class _Serving:
         except EngineUnavailableError as error:
             if self.stopping is not None:
                 return 0
-            print(f"revolta-serve: error: {error.message}", file=sys.stderr)
+            console.error("%s", error.message)
             return DIED_LOADING
         seconds = time.monotonic() - self.began
         weights = sum(report.weight_bytes for report in reports) / (1 << 20)
-        print(f"ready after {seconds:.1f} s: {', '.join(self.config.served_names)}, {weights:,.0f} MiB of weights", flush=True)
-        visit = asyncio.create_task(self._visit(seconds)) if self.guest is not None else None
+        names = ", ".join(self.config.served_names)
+        loading = max(report.load_seconds for report in reports)
+        console.info("ready after %.1f s: %s, %s MiB of weights loaded in %.1f s", seconds, names, f"{weights:,.0f}", loading)
+        interval = self.config.api.log_stats_interval
+        company = [asyncio.create_task(log_stats(self.client.status, interval))] if interval else []
+        company += [asyncio.create_task(self._visit(seconds))] if self.guest is not None else []
         code = await self.client.closed()
-        if visit is not None:
-            visit.cancel()
+        for task in company:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await visit
+                await task
         if self.stopping is not None and (code == 0 or self.at_once):
             return 0
-        print(f"revolta-serve: error: {self.client.reason}; the server ends", file=sys.stderr)
+        console.error("%s; the server ends", self.client.reason)
         return DIED_SERVING
 
     async def _visit(self, seconds: float) -> None:
@@ -208,7 +235,7 @@ class _Serving:
         elif not self.at_once:
             log.warning("stopping at once, as a second signal asks: running requests are given up")
             self.at_once = True
-            self.client.reason = "the server was told to stop at once"  # what clients are told: without it, how the engine was ended
+            self.client.give_up("the server was told to stop at once")
             self.server.force_exit = True
             self.killing = asyncio.create_task(self._kill())
 

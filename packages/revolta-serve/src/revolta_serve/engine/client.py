@@ -9,11 +9,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from subprocess import Popen
 from typing import Any, Literal
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -23,19 +24,24 @@ from revolta_serve.engine.messages import (
     Abort,
     Admitted,
     Command,
+    Done,
     Drain,
     Event,
     Failed,
     Heartbeat,
     LaunchSpec,
     Outputs,
+    Pause,
     Ready,
     Refused,
+    ResetCache,
+    Resume,
     Submit,
 )
 from revolta_serve.engine.supervise import describe_exit, spawn
 from revolta_serve.errors import EngineUnavailableError, RequestError
-from revolta_serve.types import EngineStatus, GenerateRequest, Output, StartupReport
+from revolta_serve.logs import parameters, request_ended
+from revolta_serve.types import CacheReset, EngineStatus, FinishReason, GenerateRequest, Output, PauseMode, StartupReport, StepCost
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +59,11 @@ CHECK_SECONDS = 0.25
 class Stream:
     """The outputs of one request, an async iterator that ends after the output with `finish`."""
 
-    def __init__(self, client: "EngineClient", id: str) -> None:
-        self.id = id
+    def __init__(self, client: "EngineClient", request: GenerateRequest) -> None:
+        self.id, self.prompt_tokens = request.id, len(request.prompt)
+        self.asked = parameters(request)
+        self.ended_as: FinishReason | None = None
+        """How the answer ended as its reader sees it, where that was not the engine's doing."""
         self._client = client
         self._queue: asyncio.Queue[Output] = asyncio.Queue()
         self._ended = False
@@ -80,14 +89,6 @@ class Stream:
         self._queue.put_nowait(output)
 
 
-@dataclass(frozen=True, slots=True)
-class _Admission:
-    """A Submit that has not been answered."""
-
-    done: "asyncio.Future[None]"
-    ids: tuple[str, ...]
-
-
 class EngineClient:
     """Use from one event loop, in a thread that lives as long as the engine: await start(), ready(), requests, then close()."""
 
@@ -98,11 +99,17 @@ class EngineClient:
         self.phase: Phase = "starting"
         self.reason = ""
         """Why the engine is dead."""
+        self.given_up = False
+        """It was ended on purpose, requests or not."""
         self.exit_code: int | None = None
         self.reports: tuple[StartupReport, ...] = ()
         self._status = EngineStatus()
+        self._observer: Callable[[StepCost], None] = lambda cost: None
         self._streams: dict[str, Stream] = {}
-        self._admissions: dict[int, _Admission] = {}
+        self._asked: dict[int, asyncio.Future[CacheReset | None]] = {}
+        """Tickets that have not been answered."""
+        self._submitted: dict[int, tuple[str, ...]] = {}
+        """Ids of the requests of those that are a Submit."""
         self._tickets = itertools.count()
         self._child: Popen[bytes] | None = None
         self._context: zmq.Context[Any] = zmq.Context()
@@ -143,32 +150,58 @@ class EngineClient:
 
         Raises RequestError (malformed, too long, queue full) or EngineUnavailableError (starting, draining, dead).
         """
-        if self.phase != "ready":
-            raise EngineUnavailableError(self._unavailable())
+        self._check_phase("ready")
         streams: dict[str, Stream] = {}
         for request in requests:
             if request.id in self._streams or request.id in streams:
                 raise RequestError(f"request id {request.id!r} is already in use; choose another")
-            streams[request.id] = Stream(self, request.id)
+            streams[request.id] = Stream(self, request)
         self._streams |= streams
-        ticket, done = next(self._tickets), self._loop.create_future()
-        self._admissions[ticket] = _Admission(done, tuple(streams))
-        self._send(Submit(ticket, tuple(requests)))
+        ticket = next(self._tickets)
+        self._submitted[ticket] = tuple(streams)
         try:
-            await done
+            await self._ask(Submit(ticket, tuple(requests)))
         except asyncio.CancelledError:
             for id in streams:
                 self.abort(id)
             raise
         return list(streams.values())
 
-    def abort(self, id: str) -> None:
-        """End a request; its stream's last output says so. Nothing happens if it has already ended."""
+    def abort(self, id: str, ended_as: FinishReason = "abort") -> None:
+        """End a request; its stream's last output says so. Nothing happens if it has already ended.
+
+        ended_as: how its answer ended for its reader, for the log: `stop` where a text outside of the engine's view ended it.
+        """
         if id in self._streams and self.phase != "dead":
+            self._streams[id].ended_as = ended_as
             self._send(Abort(id))
 
+    async def pause(self, mode: PauseMode, *, clear: bool) -> None:
+        """Start no more requests; returns when the pause is reached. clear: empty the prefix cache then.
+
+        Raises EngineUnavailableError unless ready, ConflictError if `resume` is called before.
+        """
+        self._check_phase("ready")
+        await self._ask(Pause(next(self._tickets), mode, clear))
+
+    async def resume(self) -> None:
+        """End a pause, if there is one. Raises EngineUnavailableError before the engine is ready and after its end."""
+        self._check_phase("ready", "draining")
+        await self._ask(Resume(next(self._tickets)))
+
+    async def reset_cache(self, *, preempt: bool) -> CacheReset:
+        """Forget what can be reused. preempt: running requests recompute what they hold. Raises EngineUnavailableError unless ready."""
+        self._check_phase("ready")
+        reset = await self._ask(ResetCache(next(self._tickets), preempt))
+        assert reset is not None, "the answer to a reset has its counts"
+        return reset
+
+    def observe(self, steps: Callable[[StepCost], None]) -> None:
+        """Call `steps` with the cost of every step from now on."""
+        self._observer = steps
+
     def status(self) -> EngineStatus:
-        """The engine's counts after its last output, at most one heartbeat old."""
+        """The engine's counts after its last step or command."""
         return self._status
 
     async def closed(self) -> int:
@@ -188,6 +221,10 @@ class EngineClient:
         log.warning("the engine does not end after a drain and is killed")
         return await self.close()
 
+    def give_up(self, reason: str) -> None:
+        """The engine is about to be ended on purpose, with what runs; clients hear the reason."""
+        self.given_up, self.reason = True, reason
+
     async def close(self) -> int:
         """End the engine now, if it has not ended, and return its exit code."""
         if self._child is not None and self.exit_code is None:
@@ -197,10 +234,18 @@ class EngineClient:
     def _send(self, command: Command) -> None:
         self._out.send(command)
 
-    def _unavailable(self) -> str:
-        if self.phase == "starting":
-            return "the model is still loading; try again later"
-        return "the server is shutting down" if self.phase == "draining" else f"the engine is dead: {self.reason}"
+    async def _ask(self, command: Submit | Pause | Resume | ResetCache) -> CacheReset | None:
+        """Send a command and wait for the answer to its ticket."""
+        done: asyncio.Future[CacheReset | None] = self._loop.create_future()
+        self._asked[command.ticket] = done
+        self._send(command)
+        return await done
+
+    def _check_phase(self, *good: Phase) -> None:
+        """Raise EngineUnavailableError in any other phase."""
+        if self.phase not in good:
+            reasons = {"starting": "the model is still loading; try again later", "draining": "the server is shutting down"}
+            raise EngineUnavailableError(reasons.get(self.phase, f"the engine is dead: {self.reason}"))
 
     async def _receive(self) -> None:
         try:
@@ -215,31 +260,47 @@ class EngineClient:
     def _handle(self, event: Event) -> None:
         if isinstance(event, Outputs):
             self._status = event.status
+            if event.cost is not None:
+                self._observer(event.cost)
             for output in event.outputs:
-                stream = self._streams.get(output.id) if output.finish is None else self._streams.pop(output.id, None)
-                if stream is not None:
-                    stream.put(output)
-        elif isinstance(event, Admitted | Refused):
-            admission = self._admissions.pop(event.ticket)
-            if isinstance(event, Refused):
-                for id in admission.ids:
-                    del self._streams[id]
-            if admission.done.done():
-                return  # its caller has gone; the aborts are on their way
-            if isinstance(event, Refused):
-                admission.done.set_exception(event.exception())
-            else:
-                admission.done.set_result(None)
+                self._deliver(output)
+        elif isinstance(event, Admitted | Done | Refused):
+            if isinstance(event, Done):
+                self._status = event.status
+            self._answer(event)
         elif isinstance(event, Heartbeat):
-            self._status, self._last_beat = event.status, time.monotonic()
+            self._status, self._last_beat = msgspec.structs.replace(self._status, rss_bytes=event.rss_bytes), time.monotonic()
         elif isinstance(event, Ready):
-            self.reports, self.phase, self._last_beat = event.reports, "ready", time.monotonic()
+            self.reports, self._status = event.reports, event.status
+            self.phase, self._last_beat = "ready", time.monotonic()
             # Once all sockets are connected their files are not needed: nothing is left behind, however this process may end.
             self._out.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._ready.set_result(event.reports)
         elif isinstance(event, Failed):
             self.reason = event.message
+
+    def _answer(self, event: Admitted | Done | Refused) -> None:
+        done, ids = self._asked.pop(event.ticket), self._submitted.pop(event.ticket, ())
+        if isinstance(event, Refused):
+            for id in ids:
+                del self._streams[id]
+        if done.done():
+            return  # its caller has gone; the aborts are on their way
+        if isinstance(event, Refused):
+            done.set_exception(event.exception())
+        else:
+            done.set_result(event.reset if isinstance(event, Done) else None)
+
+    def _deliver(self, output: Output) -> None:
+        stream = self._streams.get(output.id)
+        if stream is None:
+            return
+        stream.put(output)
+        if output.finish is not None:
+            del self._streams[output.id]
+            if self.config.api.log_requests:
+                request_ended(output.id, stream.ended_as or output.finish, stream.prompt_tokens, stream.asked, output.record)
 
     async def _check_life(self) -> None:
         """Kill an engine that has not started in time or gives no sign of life; its end is then noticed like any other."""
@@ -283,13 +344,15 @@ class EngineClient:
 
     def _fail_everything(self) -> None:
         error = EngineUnavailableError(f"the engine is dead: {self.reason}")
-        for admission in self._admissions.values():
-            if not admission.done.done():
-                admission.done.set_exception(error)
-        for stream in self._streams.values():
-            stream.put(Output(id=stream.id, finish="error", error=error.message))
-        self._admissions.clear()
-        self._streams.clear()
+        for done in self._asked.values():
+            if not done.done():
+                done.set_exception(error)
+        finish: FinishReason = "abort" if self.given_up else "error"
+        reason = f"{self.reason}; the answer was given up" if self.given_up else error.message
+        for id in list(self._streams):
+            self._deliver(Output(id=id, finish=finish, error=reason))
+        self._asked.clear()
+        self._submitted.clear()
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # whoever waits gets it; nobody need wait

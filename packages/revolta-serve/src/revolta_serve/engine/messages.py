@@ -5,7 +5,7 @@ from msgspec import Struct
 from revolta_serve import errors
 from revolta_serve.config import ServeConfig
 from revolta_serve.errors import EngineError, RevoltaError
-from revolta_serve.types import EngineStatus, GenerateRequest, Output, StartupReport
+from revolta_serve.types import CacheReset, EngineStatus, GenerateRequest, Output, PauseMode, StartupReport, StepCost
 
 
 class Submit(Struct, frozen=True, tag=True):
@@ -28,10 +28,36 @@ class Drain(Struct, frozen=True, tag=True):
     seconds: float
 
 
+class Pause(Struct, frozen=True, tag=True):
+    """api: start no more requests. abort: end those that run or wait; wait: let the running ones finish; keep: freeze them. Answered
+    by Done once that is reached, by Refused if the pause ends before. A later pause may go on from keep to wait and from wait to
+    abort; one that goes back leaves the mode as it is."""
+
+    ticket: int
+    mode: PauseMode
+    clear: bool
+    """Then empty the prefix cache too; with keep, frozen requests give up what they hold and recompute it."""
+
+
+class Resume(Struct, frozen=True, tag=True):
+    """api: end a pause. Answered by Done."""
+
+    ticket: int
+
+
+class ResetCache(Struct, frozen=True, tag=True):
+    """api: forget what can be reused. Answered by Done with the counts of a CacheReset."""
+
+    ticket: int
+    preempt: bool
+    """Preempt the running requests first, so that nothing is in use."""
+
+
 class Ready(Struct, frozen=True, tag=True):
     """engine: every rank has loaded; requests may come."""
 
     reports: tuple[StartupReport, ...]
+    status: EngineStatus
 
 
 class Admitted(Struct, frozen=True, tag=True):
@@ -40,8 +66,16 @@ class Admitted(Struct, frozen=True, tag=True):
     ticket: int
 
 
+class Done(Struct, frozen=True, tag=True):
+    """engine: what the ticket asked for has happened."""
+
+    ticket: int
+    status: EngineStatus
+    reset: CacheReset | None = None
+
+
 class Refused(Struct, frozen=True, tag=True):
-    """engine: the requests of this ticket will not run; `error` is the name of a class in errors.py."""
+    """engine: what this ticket asked for will not happen; `error` is the name of a class in errors.py."""
 
     ticket: int
     error: str
@@ -59,16 +93,19 @@ class Refused(Struct, frozen=True, tag=True):
 
 
 class Outputs(Struct, frozen=True, tag=True):
-    """engine: what one step produced, and the counts after it."""
+    """engine: what a step or an abort produced, and the counts after it; without outputs, the news are in the counts or the cost."""
 
     outputs: tuple[Output, ...]
     status: EngineStatus
+    cost: StepCost | None = None
+    """Of the step."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """engine, from a thread of its own: alive, with the counts of now."""
+    """engine, from a thread of its own, which must not look at counts that change: alive, and this large."""
 
-    status: EngineStatus
+    rss_bytes: int
+    """Resident memory of its process."""
 
 
 class Failed(Struct, frozen=True, tag=True):
@@ -77,8 +114,8 @@ class Failed(Struct, frozen=True, tag=True):
     message: str
 
 
-Command = Submit | Abort | Drain
-Event = Ready | Admitted | Refused | Outputs | Heartbeat | Failed
+Command = Submit | Abort | Drain | Pause | Resume | ResetCache
+Event = Ready | Admitted | Done | Refused | Outputs | Heartbeat | Failed
 
 
 class LaunchSpec(Struct, frozen=True, kw_only=True):

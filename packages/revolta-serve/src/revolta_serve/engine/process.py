@@ -18,6 +18,8 @@ from revolta_serve.engine.messages import Event, Failed, Heartbeat, LaunchSpec, 
 from revolta_serve.engine.service import Service
 from revolta_serve.engine.supervise import Watch, die_with_parent, end, read_spec, spawn
 from revolta_serve.errors import EngineError, RevoltaError
+from revolta_serve.logs import configure
+from revolta_serve.memory import resident_bytes
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.scheduler.scheduler import Scheduler
 from revolta_serve.types import StartupReport
@@ -31,8 +33,7 @@ def main(load: worker.Load = worker.load_runner) -> int:
     die_with_parent(spec.parent)
     # A terminal sends its interrupt to every process of the group; only the api process decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    line = f"%(levelname)s %(asctime)s engine[{spec.rank}] %(name)s: %(message)s"
-    logging.basicConfig(level=spec.config.api.log_level.upper(), format=line, stream=sys.stderr)
+    configure(spec.config.api, f"engine[{spec.rank}]")
     return _Engine(spec).run(load) if spec.rank == 0 else _further_rank(spec, load)
 
 
@@ -103,9 +104,9 @@ class _Engine:
         try:
             reports = self._start(load)
             assert self.core is not None
-            service = Service(self.core, self.api)
+            service = Service(self.core, self.api, admission_window=self.config.schedule.admission_window_ms / 1000)
             signal.signal(signal.SIGTERM, lambda *_: service.drain(self.config.api.shutdown_timeout))
-            self.api.send(Ready(reports))
+            self.api.send(Ready(reports, self.core.status))
             code = service.run()
         except RevoltaError as error:
             log.error("%s", error.message)
@@ -144,12 +145,14 @@ class _Engine:
                 )
         for channel in remote:
             channel.wait()  # from here on the files of the sockets are not needed
-        self.core = EngineCore(Scheduler(limits(self.config, model, planned)), [worker.local(runner), *remote])
+        scheduler = Scheduler(limits(self.config, model, planned, domain=reports[0].fingerprint))
+        self.core = EngineCore(scheduler, [worker.local(runner), *remote], audit_steps=self.config.schedule.audit_steps)
         return tuple(reports)
 
     def _beat(self) -> None:
         if self.core is not None:
-            self.words.send(Heartbeat(self.core.status))
+            self.core.rss_bytes = resident_bytes()
+            self.words.send(Heartbeat(self.core.rss_bytes))
 
     def _step_age(self) -> float:
         began = self.core.step_began if self.core is not None else 0.0

@@ -1,12 +1,14 @@
 """The rows of one model pass: what every layer needs to know about them and nothing about who asked.
 
-A step has at most two passes: decode rows together, then prefill rows together. Routes go by kind, never by row count.
+Passes are of one kind: requests with one decode row, requests with several, prompts. Routes go by kind, never by row count.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+
+from revolta_serve.model.record import Record
 
 Kind = Literal["decode", "prefill"]
 
@@ -15,7 +17,8 @@ Kind = Literal["decode", "prefill"]
 class Batch:
     """M rows of N sequences. Padding rows have position -1, slot -1 and indices -1; they are never read or stored.
 
-    kind decode: M = N, one row a sequence.
+    kind decode: M = N·T; sequence n owns the first rows[n] of rows n·T .. n·T+T-1. T = 1 in an ordinary step; more rows are a verify
+    pass, which has a record.
     kind prefill: sequence n owns rows start[n] .. start[n]+rows[n]-1 and the padding up to the next multiple of 64.
     """
 
@@ -51,5 +54,15 @@ class Batch:
     rows: Tensor
     fresh: Tensor
     """i32[N] state slot, first row, number of valid rows, and 1 where the sequence starts from an empty state."""
+    keep_slot: Tensor
+    keep_at: Tensor
+    """i32[N, KS] snapshots: the state after keep_at rows of the sequence goes to slot keep_slot, -1 for none."""
     sparse: bool
     """Whether any row is beyond the reach of dense attention: otherwise index blocks need no scores."""
+    record: Record | None = None
+    """Where a verify pass leaves the inputs of recurrent states, which stay as they are until it is committed."""
+
+    @property
+    def write(self) -> bool:
+        """Whether the pass advances the recurrent states itself."""
+        return self.record is None

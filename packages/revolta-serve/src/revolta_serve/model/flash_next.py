@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from revolta_serve.errors import EngineError
 from revolta_serve.model.batch import Batch
 from revolta_serve.model.gdn import GatedDeltaNet
 from revolta_serve.model.hyper import HyperConnection
@@ -21,8 +22,9 @@ from revolta_serve.model.moe import MixtureOfExperts
 from revolta_serve.model.ple import NgramEmbedding
 from revolta_serve.model.pools import Pools
 from revolta_serve.model.qsa import SparseAttention
+from revolta_serve.model.record import by_request
 from revolta_serve.parallel.groups import Groups
-from sm70kernels import embed_gather, lm_head_logits
+from sm70kernels import conv_replay, embed_gather, gdn_replay, lm_head_logits, ple_replay
 
 StreamTap = Callable[[int, Tensor], None]
 """Called after each layer with its index and the streams act[M, S, E], which the next layer overwrites."""
@@ -55,9 +57,12 @@ class FlashNext:
         self.embedding, self.lm_head = weights["embed"], weights["lm_head"]
         self.layers = [Layer(config, weights, i, groups) for i in range(config.layers)]
         self.mixer = HyperConnection(config, weights, "mixer")
+        nets = [layer.block for layer in self.layers if isinstance(layer.block, GatedDeltaNet)]
+        # f32[L, HV] of all delta-rule layers: a commit runs over all of them at once.
+        self.gates = tuple(torch.stack(values) for values in zip(*((net.a_log, net.dt_bias) for net in nets), strict=True))
 
     def forward(self, batch: Batch, pools: Pools, tap: StreamTap | None = None) -> Hidden:
-        """Run the rows of one batch; writes K, V, index keys and (if batch.write) recurrent state into the pools."""
+        """Run the rows of one batch; writes K, V, index keys and (if batch.write) recurrent states into the pools."""
         h = self.embed(batch)
         n: Tensor | None = None
         for i, layer in enumerate(self.layers):
@@ -72,6 +77,22 @@ class FlashNext:
                 tap(i, h)
         mixed, _ = self.mixer.mix(self.mixer.normalise(h) if n is None else n, batch.kind)
         return Hidden(mixed, h)
+
+    def commit(self, batch: Batch, accepted: Tensor, pools: Pools) -> None:
+        """Advance the states of a verify pass over the first `accepted` rows of each request, i32[N], in all layers at once.
+
+        The bits are those of as many one-row passes. Keeps the batch's snapshots (KS = 1) on the way, where their row is accepted.
+        """
+        record = batch.record
+        if record is None:
+            raise EngineError("this pass has advanced its states itself and has nothing to commit; lay it out with a record")
+        vectors = (batch.slot, accepted, batch.keep_slot.select(1, 0), batch.keep_at.select(1, 0))
+        n = accepted.shape[0]
+        if record.qkv:
+            conv_replay(pools.conv, by_request(record.conv, n), *vectors)
+            gdn_replay(pools.gdn, *(by_request(rows, n) for rows in (record.qkv, record.a, record.b)), *self.gates, *vectors)
+        if record.ple:
+            ple_replay(pools.ple, by_request(record.ple, n), *vectors)
 
     def embed(self, batch: Batch) -> Tensor:
         """Token embeddings act[M, E], copied into every stream: act[M, S, E]."""

@@ -30,19 +30,23 @@ class GatedDeltaNet:
         self.channels = self.conv.shape[0]
 
     def __call__(self, x: Tensor, batch: Batch, pools: Pools) -> Tensor:
-        """x act[M, E] -> act[M, E]; advances the convolution window and the state of every sequence of the batch."""
+        """x act[M, E] -> act[M, E]; advances the convolution window and the state of every sequence, or records what would."""
         heads, channels = self.heads, self.channels
         values = heads * self.value_dim
         qkv, z, b, a = project(x, self.in_proj, batch.kind).split_with_sizes((channels, values, heads, heads), 1)
-        y = gdn_conv(
-            qkv, self.conv, pools.layers.conv[self.index], batch.slot, batch.start, batch.rows, batch.fresh, batch.kind, True
-        )
+        sequences, keep = (batch.slot, batch.start, batch.rows, batch.fresh), (batch.keep_slot, batch.keep_at)
+        y = gdn_conv(qkv, self.conv, pools.layers.conv[self.index], *sequences, *keep, batch.kind, batch.write)
         state = pools.layers.gdn[self.index]
         if batch.kind == "decode":
-            # The op takes rows of a request a step apart: here an axis of one.
-            inputs = (y.unsqueeze(1), a.unsqueeze(1), b.unsqueeze(1))
-            o = gdn_step(*inputs, self.a_log, self.dt_bias, state, batch.slot, batch.rows, True).squeeze(1)
+            n = batch.slot.shape[0]
+            inputs = (y.view(n, -1, channels), a.view(n, -1, heads), b.view(n, -1, heads))
+            o = gdn_step(*inputs, self.a_log, self.dt_bias, state, batch.slot, batch.rows, batch.write).flatten(0, 1)
         else:
-            o = gdn_prefill(y, a, b, self.a_log, self.dt_bias, state, batch.slot, batch.start, batch.rows, batch.fresh)
+            o = gdn_prefill(y, a, b, self.a_log, self.dt_bias, state, *sequences, *keep)
+        if batch.record is not None:
+            batch.record.conv.append(qkv)
+            batch.record.qkv.append(y)
+            batch.record.a.append(a)
+            batch.record.b.append(b)
         o = gated_rms_norm(o, z.unflatten(1, (heads, self.value_dim)), self.norm, self.eps, self.gate)
         return self.group.sum(project(o.flatten(1), self.out_proj, batch.kind))

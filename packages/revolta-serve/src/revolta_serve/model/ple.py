@@ -25,9 +25,11 @@ class NgramEmbedding:
         self.row_start = groups.tensor.rank * self.table.shape[0]
 
     def __call__(self, h: Tensor, batch: Batch, pools: Pools) -> None:
-        """Add the n-gram term to the streams h act[M, S, E] in place; advances the history of every sequence."""
+        """Add the n-gram term to the streams h act[M, S, E] in place; advances the history of every sequence, or records what would."""
         rows = ple_hash(batch.context, self.multipliers, self.primes, self.offsets, self.eos)
         e = self.group.sum(ple_gather(rows, self.table, self.row_start))
         history = pools.layers.ple[self.index]
-        sequences = (batch.slot, batch.start, batch.rows, batch.fresh)
-        ple_apply(h, e, *self.weights, self.dilation, history, *sequences, batch.kind, True, self.eps)
+        sequences, keep = (batch.slot, batch.start, batch.rows, batch.fresh), (batch.keep_slot, batch.keep_at)
+        c = ple_apply(h, e, *self.weights, self.dilation, history, *sequences, *keep, batch.kind, batch.write, self.eps)
+        if batch.record is not None:
+            batch.record.ple.append(c)

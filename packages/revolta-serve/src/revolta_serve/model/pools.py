@@ -49,6 +49,14 @@ class Pools:
         """Every tensor as a tuple of its layers."""
         return Views(*(tensor.unbind(0) for tensor in (self.k, self.v, self.keys, self.gdn, self.conv, self.ple, self.ring)))
 
+    @cached_property
+    def states(self) -> tuple[Tensor, ...]:
+        """What a snapshot holds, u8[L, SL, bytes] over the same memory: states, windows and histories, of the layers that there are.
+
+        The ring is not among them: snapshots are taken on the position grid, where no index block is open.
+        """
+        return tuple(tensor.view(*tensor.shape[:2], -1).view(torch.uint8) for tensor in (self.gdn, self.conv, self.ple) if tensor.numel())
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of the token blocks."""

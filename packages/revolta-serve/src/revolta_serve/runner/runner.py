@@ -6,22 +6,27 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from revolta_serve.cache.capacity import capacity
-from revolta_serve.cache.layout import BLOCK
+from revolta_serve.cache.layout import BLOCK, WIDEST
 from revolta_serve.config import ServeConfig
+from revolta_serve.model.batch import Batch
 from revolta_serve.model.flash_next import FlashNext
 from revolta_serve.model.model_config import ModelConfig
 from revolta_serve.model.pools import Pools, allocate
 from revolta_serve.model.rope import Rotary
 from revolta_serve.parallel.groups import create_groups
-from revolta_serve.runner.batch import BatchBuilder, Rows
+from revolta_serve.runner.batch import BatchBuilder
+from revolta_serve.runner.logprobs import of_prompt
+from revolta_serve.runner.passes import MOST_REQUESTS, prompts, several, singles
 from revolta_serve.runner.sampler import Sampler
 from revolta_serve.types import SamplingParams, Slice, SliceResult, StartupReport, StepPlan, StepResult
 from revolta_serve.weights.checkpoint import Progress
 from revolta_serve.weights.checkpoint import load as load_weights
 from revolta_serve.weights.index import CheckpointIndex
+from sm70kernels import state_copy
 
 LogitsTap = Callable[[Slice, Tensor], None]
 """Receives a slice and the float32 logits [V] its token is drawn from, before sampling changes them."""
@@ -36,7 +41,7 @@ class Runner:
 
     def __init__(self, model: FlashNext, pools: Pools, builder: BatchBuilder, report: StartupReport) -> None:
         self.model, self.pools, self.builder, self.report = model, pools, builder, report
-        self.sampler = Sampler()
+        self.sampler = Sampler(model.config.vocab)
         self.tap: LogitsTap | None = None
 
     @classmethod
@@ -71,76 +76,112 @@ class Runner:
             fingerprint=CheckpointIndex.open(config.model.path).fingerprint(),
         )
         runner = cls(FlashNext(model_config, weights, groups), pools, builder, report)
-        runner.rehearse(min(model_config.dense_positions + 2, config.schedule.max_model_len - 1))
+        # Beyond dense attention, and beyond the first place for a snapshot, where a request may be as long as that.
+        runner.rehearse(min(max(model_config.dense_positions + 2, BLOCK + 1), longest * BLOCK - 1 - WIDEST))
         return runner
 
     def rehearse(self, length: int) -> None:
-        """Run a prompt of `length` tokens and one decode step in empty pools, and forget them.
+        """Run a prompt of `length` tokens, a decode step and a verify step in empty pools, resume from a snapshot, and forget it all.
 
         Every product is probed for row independence where it is first used; a shape that has none then fails here, with its name,
-        and not in the middle of an answer. `length` should reach beyond dense attention, so that selection is rehearsed too.
+        and not in the middle of an answer. `length` should reach beyond dense attention, so that selection is rehearsed too; a prompt
+        shorter than a block leaves no snapshot to resume from.
         """
-        mark = self.model.config.eos
+        mark, spare = self.model.config.eos, self.report.num_slots - 1
         before = (mark,) * (self.model.config.ngram - 1)
-        count = -(-(length + 1) // BLOCK)
+        blocks = tuple(range(-(-(length + 1 + WIDEST) // BLOCK)))
+        greedy = SamplingParams(temperature=0.0)
+        kept = length // BLOCK * BLOCK
         prompt = Slice(
-            request=REHEARSAL, kind="prefill", slot=0, start=0, tokens=(mark,) * length, before=before, blocks=tuple(range(count)),
-            fresh=True, sampling=SamplingParams(temperature=0.0),
+            request=REHEARSAL, kind="prefill", slot=0, start=0, tokens=(mark,) * length, before=before, blocks=blocks, fresh=True,
+            snapshots=((kept, spare),) if kept else (), sampling=greedy,
         )  # fmt: skip
         row = Slice(request=REHEARSAL, kind="decode", slot=0, start=length, tokens=(mark,), before=before)
-        self.step(StepPlan(step=REHEARSAL, slices=(prompt,)))
-        self.step(StepPlan(step=REHEARSAL, slices=(row,)))
+        verify = replace(row, start=length + 1, tokens=(mark,) * WIDEST)
+        resumed = replace(verify, start=kept, blocks=blocks, restore=spare, sampling=greedy)
+        for plan in ((prompt,), (row,), (verify,)):
+            self.step(StepPlan(step=REHEARSAL, slices=plan))
+        if kept:
+            self.step(StepPlan(step=REHEARSAL, slices=(resumed,), forget=(REHEARSAL,)))
         self.step(StepPlan(step=REHEARSAL, slices=(), forget=(REHEARSAL,)))
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
-        """Run the slices of a plan, decode rows first, and sample where a slice reaches the end of what is known."""
-        begin = time.perf_counter()
+        """Run the slices of a plan, decode rows first, and sample where a slice reaches the end of what is known.
+
+        Restores come before everything else. Raises EngineError for a plan that cannot be carried out.
+        """
         for request in plan.forget:
             self.builder.forget(request)
             self.sampler.forget(request)
         for piece in plan.slices:
             self.builder.admit(piece)
             self.sampler.admit(piece)
+        self._copy_states([(piece.restore, piece.slot) for piece in plan.slices if piece.restore >= 0])
         decode = [piece for piece in plan.slices if piece.kind == "decode"]
         prefill = [piece for piece in plan.slices if piece.kind == "prefill"]
-        results = (self._decode(decode) if decode else []) + (self._prefill(prefill) if prefill else [])
+        single = [piece for piece in decode if len(piece.tokens) == 1]
+        wider = [piece for piece in decode if len(piece.tokens) > 1] if len(single) < len(decode) else []
+        results: dict[int, SliceResult] = {}
+        for run, groups in ((self._decode, singles(single)), (self._verify, several(wider)), (self._prefill, prompts(prefill))):
+            for slices in groups:
+                results |= {result.request: result for result in run(slices)}
         return StepResult(
             step=plan.step,
-            slices=tuple(results),
-            decode_rows=len(decode),
+            slices=tuple([results[piece.request] for piece in plan.slices]),
+            decode_rows=sum(len(piece.tokens) for piece in decode),
             prefill_rows=sum(len(piece.tokens) for piece in prefill),
-            seconds=time.perf_counter() - begin,
         )
 
     def _decode(self, slices: Sequence[Slice]) -> list[SliceResult]:
+        """One row a request; its snapshot is the running state after it."""
         batch = self.builder.decode(slices)
-        return self._sample(self.model.logits(self.model.forward(batch, self.pools).mixed), slices)
+        hidden = self.model.forward(batch, self.pools).mixed
+        self._copy_states([(piece.slot, slot) for piece in slices for _, slot in piece.snapshots])
+        return self._results(hidden, batch, slices)
+
+    def _verify(self, slices: Sequence[Slice]) -> list[SliceResult]:
+        """Several rows a request. Their tokens are all known, so all rows stand."""
+        batch = self.builder.verify(slices)
+        hidden = self.model.forward(batch, self.pools).mixed
+        self.model.commit(batch, batch.rows, self.pools)
+        return self._results(hidden, batch, slices)
 
     def _prefill(self, slices: Sequence[Slice]) -> list[SliceResult]:
-        batch, rows = self.builder.prefill(slices)
+        """Prompt rows, with the logprobs that they are asked for."""
+        batch = self.builder.prefill(slices)
         hidden = self.model.forward(batch, self.pools).mixed
-        ends = [n for n, piece in enumerate(slices) if piece.sample]
-        results = [SliceResult(piece.request) for piece in slices]
-        if ends:
-            logits = self.model.logits(hidden[self._last_rows(rows, ends)])
-            for n, result in zip(ends, self._sample(logits, [slices[n] for n in ends]), strict=True):
-                results[n] = result
+        results = self._results(hidden, batch, slices)
+        for n, (piece, first) in enumerate(zip(slices, batch.start.tolist(), strict=True)):
+            if piece.logprobs_from >= 0:
+                rows, top = hidden[first : first + len(piece.tokens)], self.sampler.params[piece.request].prompt_logprobs
+                told, finite = of_prompt(piece, rows, self.model.logits, top)
+                if not finite:
+                    results[n] = SliceResult(piece.request, corrupt=True)
+                elif not results[n].corrupt:
+                    results[n] = replace(results[n], prompt_logprobs=told)
         return results
 
-    @staticmethod
-    def _last_rows(rows: Rows, which: Sequence[int]) -> Tensor:
-        """i64[len(which)] the last valid row of each of these slices."""
-        return torch.tensor([rows.first[n] + rows.counts[n] - 1 for n in which])
+    def _copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole states from slot to slot, in order."""
+        for at in range(0, len(pairs), MOST_REQUESTS):
+            source, target = torch.tensor(pairs[at : at + MOST_REQUESTS], dtype=torch.int32).T.contiguous()
+            for plane in self.pools.states:
+                state_copy(plane, source, target)
 
-    def _sample(self, logits: Tensor, slices: Sequence[Slice]) -> list[SliceResult]:
-        """The token of each slice from logits f32[N, V]. A row that is not finite fails its own request only."""
+    def _results(self, hidden: Tensor, batch: Batch, slices: Sequence[Slice]) -> list[SliceResult]:
+        """What the slices of a pass produced: a token from the last row of each that samples. Other rows need no logits."""
+        ends = [n for n, piece in enumerate(slices) if piece.sample]
+        results = [SliceResult(piece.request) for piece in slices]
+        if not ends:
+            return results
+        if len(ends) < hidden.shape[0]:
+            hidden = hidden[(batch.start + batch.rows - 1)[ends]]
+        sampling = [slices[n] for n in ends]
+        logits = self.model.logits(hidden)
         if self.tap is not None:
-            for piece, judged in zip(slices, logits, strict=True):
+            for piece, judged in zip(sampling, logits, strict=True):
                 self.tap(piece, judged.clone())
-        finite = torch.isfinite(logits).all(1).tolist()
-        tokens = self.sampler(logits, slices)
-        return [
-            SliceResult(piece.request, (token,) if ok else (), corrupt=not ok)
-            for piece, token, ok in zip(slices, tokens, finite, strict=True)
-        ]
+        for n, result in zip(ends, self.sampler(logits, sampling), strict=True):
+            results[n] = result
+        return results

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from revolta_serve.model.model_config import GRID
 from revolta_serve.scheduler.request import Request
-from revolta_serve.types import Slice
+from revolta_serve.types import History, Slice
 
 
 def prefill_rows(remaining: int, room: int) -> int:
@@ -16,29 +16,62 @@ def prefill_rows(remaining: int, room: int) -> int:
     return remaining if remaining <= room else room // GRID * GRID
 
 
-def blocks_for(tokens: int) -> int:
-    """Token blocks that hold this many tokens."""
-    return -(-tokens // GRID)
-
-
 def before(tokens: Sequence[int], start: int, count: int, mark: int) -> tuple[int, ...]:
     """The `count` raw ids before position start, newest first; `mark` where the request has none."""
+    if start > count:
+        return tuple(tokens[start - 1 : start - 1 - count : -1])
     return tuple(tokens[start - 1 - back] if start - 1 - back >= 0 else mark for back in range(count))
 
 
-def make_slice(request: Request, rows: int, blocks: tuple[int, ...], *, history: int, mark: int) -> Slice:
-    """The next `rows` tokens of a request, a decode row if its prompt is computed. `blocks` are those newly taken for them."""
-    start, end = request.computed, request.computed + rows
-    first = start == 0
+def next_row(request: Request, history: int, mark: int) -> Slice:
+    """The one row of a usual answer step: nothing to say beside it. The same as make_slice, for a third of its time."""
+    start, tokens = request.computed, request.tokens
     return Slice(
         request=request.number,
-        kind="decode" if request.decoding else "prefill",
+        kind="decode",
         slot=request.slot,
         start=start,
-        tokens=tuple(request.tokens[start:end]),
-        before=before(request.tokens, start, history, mark),
+        tokens=(tokens[start],),
+        before=tuple(tokens[start - 1 : start - 1 - history : -1]) if start > history else before(tokens, start, history, mark),
+    )
+
+
+def make_slice(
+    request: Request,
+    end: int,
+    blocks: tuple[int, ...],
+    *,
+    restore: int = -1,
+    snapshots: tuple[tuple[int, int], ...] = (),
+    history: int,
+    mark: int,
+) -> Slice:
+    """The tokens up to `end` that a request has not computed, as answer rows if its prompt is. `blocks` go to its block table first."""
+    start, tokens, length = request.computed, request.tokens, request.prompt_length
+    params = request.source.sampling
+    swaps: tuple[tuple[int, int], ...] = ()
+    logprobs_from, next_token = -1, -1
+    if request.swaps:
+        swaps, request.swaps = tuple(request.swaps), []
+    if params.prompt_logprobs >= 0 and request.told < min(end, length - 1):
+        logprobs_from, next_token = max(0, request.told - start), tokens[end] if end < length else -1
+    new = not request.introduced
+    request.introduced = True
+    return Slice(
+        request=request.number,
+        kind="decode" if start >= length else "prefill",
+        slot=request.slot,
+        start=start,
+        tokens=tuple(tokens[start:end]),
+        before=before(tokens, start, history, mark),
         blocks=blocks,
-        fresh=first,
-        sample=end == len(request.tokens),
-        sampling=request.source.sampling if first else None,
+        swaps=swaps,
+        fresh=start == 0,
+        restore=restore,
+        snapshots=snapshots,
+        sample=end == len(tokens),
+        sampling=params if new else None,
+        history=History(prompt=request.source.prompt, answer=tuple(tokens[length:])) if new and params.needs_history else None,
+        logprobs_from=logprobs_from,
+        next_token=next_token,
     )

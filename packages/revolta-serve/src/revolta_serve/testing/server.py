@@ -134,15 +134,19 @@ class RunningServer:
             code = self._process.poll()
             if code is not None:
                 raise RuntimeError(f"the server ended with exit code {code} before it was ready; its log:\n{self.log()}")
-            return re.search(r"^ready after ", self.log(), re.MULTILINE) is not None
+            return self._said("ready after ") is not None
 
         _until(ready, seconds, lambda: f"the server was not ready after {seconds:g} s; its log:\n{self.log()}")
-        found = re.search(r"^listening on (\S+)", self.log(), re.MULTILINE)
+        found = self._said(r"listening on (\S+)")
         assert found is not None, "the address is printed before the engine is ready"
         self.url = found[1]
         (engine,) = _children(self.pid)
         self.ranks = (engine, *_children(engine))
         self._pidfds = {pid: os.pidfd_open(pid) for pid in self.ranks}
+
+    def _said(self, pattern: str) -> re.Match[str] | None:
+        """A message that begins so, whatever the form of the lines."""
+        return re.search(rf'(?:^|"message": "){pattern}', self.log(), re.MULTILINE)
 
     def _alive(self) -> list[int]:
         alive = [self.pid] if self._process.poll() is None else []

@@ -82,7 +82,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         try:
-            text = self._template.render(context)
+            text = self._text(context)
         except Exception as error:  # whatever a template trips over comes from the messages it was given
             raise RequestError(f"the chat template cannot render these messages: {error}", param="messages") from error
         if continue_final_message:
@@ -90,6 +90,15 @@ class ChatTemplate:
                 raise RequestError("continue_final_message: the chat template does not render the last message once", param="messages")
             text = text[: text.index(shield.end)]
         return [piece if isinstance(piece, int) else shield.reveal(piece) for piece in self._tokenizer.split(text)]
+
+    def _text(self, variables: dict[str, Any]) -> str:
+        """What the template writes. Macros and the context they are defined in keep each other: emptied, it does not keep the messages."""
+        context = self._template.new_context(variables)
+        try:
+            return "".join(self._template.root_render_func(context))
+        finally:
+            context.vars.clear()
+            context.parent.clear()
 
 
 class Shield:

@@ -38,21 +38,28 @@ TEMPERATURE = Range(0, 1e6)
 TOP_K = Range(-1, 2**31 - 1, whole=True)
 TOP_P = Range(0, 1, above=True)
 MIN_P = Range(0, 1)
+REPETITION = Range(0.01, 10)
+"""Beyond it a logit may leave what float32 can hold."""
+PENALTY = Range(-2, 2)
+"""Of presence and frequency."""
 LENGTH = Range(1, 2**31 - 1, whole=True)
 
-UNUSED = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_new_tokens": 0}
+UNUSED = {"min_new_tokens": 0}
 """Fields that would change the answer and are not supported: only their neutral value is accepted."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Used where a request says nothing. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """Used where a request says nothing. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalties of 1, 0 and 0 are off."""
 
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     max_tokens: int | None = None
 
     @classmethod
@@ -86,6 +93,9 @@ class GenerationDefaults:
             top_k=max(0, _number(generation, "top_k", 0, TOP_K, origin)),
             top_p=float(_number(generation, "top_p", 1.0, TOP_P, origin)),
             min_p=float(_number(generation, "min_p", 0.0, MIN_P, origin)),
+            repetition_penalty=float(_number(generation, "repetition_penalty", 1.0, REPETITION, origin)),
+            presence_penalty=float(_number(generation, "presence_penalty", 0.0, PENALTY, origin)),
+            frequency_penalty=float(_number(generation, "frequency_penalty", 0.0, PENALTY, origin)),
             max_tokens=length,
         )
 

@@ -9,6 +9,8 @@ import codecs
 
 from revolta_serve.text.tokenizer import Tokenizer
 
+_Decoder = codecs.getincrementaldecoder("utf-8")
+
 
 class Detokenizer:
     """The text side of one answer."""
@@ -16,13 +18,31 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Decoder("replace")
 
     def push(self, token: int) -> str:
         """Text completed by this token; may be empty. A skipped special token contributes no bytes."""
-        if token in self._skipped:
-            return ""
-        return self._decoder.decode(self._tokenizer.token_bytes(token))
+        return self._decoder.decode(self.spelling(token))
+
+    def spelling(self, token: int) -> bytes:
+        """Bytes that a token contributes."""
+        return b"" if token in self._skipped else self._tokenizer.token_bytes(token)
+
+    @property
+    def holds(self) -> bool:
+        """Bytes of an unfinished character are held back."""
+        return bool(self._decoder.getstate()[0])
+
+    def gap(self, token: int) -> int:
+        """Characters that will stand between the text so far and that of the next token: 1 if held bytes turn out invalid, else 0."""
+        raw = self.spelling(token)
+        if not raw or not self.holds:
+            return 0
+        probe = _Decoder("replace")
+        probe.setstate(self._decoder.getstate())
+        text = probe.decode(raw[:1])
+        # One character, or none yet, says that the byte goes on with what is held; else what is held is a character of its own.
+        return len(text) + bool(probe.getstate()[0]) - 1
 
     def flush(self) -> str:
         """What an unfinished character leaves at the end: "" or one U+FFFD. The detokenizer starts afresh after it."""

@@ -74,7 +74,7 @@ gdn_replay = Op(
         L=Dim(1, 64, test=(1, 3)),
         N=Dim(0, 64, test=(0, 4)),
         T=Dim(1, 8, test=(1, 4)),
-        SL=Dim(1, 4096, test=("max(1,2*N)", "2*N+2")),
+        SL=Dim(1, 1 << 20, test=("max(1,2*N)", "2*N+2")),
         HK=Spec(16, 8, 4, test=(1, 2), infer="(C-HV*V)//(2*K)"),
         HV=Spec(48, 24, 12, test=(2, 4)),
         V=Spec(128, test=(8, 32)),

@@ -81,7 +81,7 @@ gdn_step = Op(
     dims=dict(
         N=Dim(0, 64, test=(0, 5)),
         T=Dim(1, 8, test=(1, 4)),
-        SL=Dim(1, 4096, test=(5, 8)),
+        SL=Dim(1, 1 << 20, test=(5, 8)),
         HK=Spec(16, 8, 4, test=(1, 2), infer="(C-HV*V)//(2*K)"),
         HV=Spec(48, 24, 12, test=(2, 4)),
         V=Spec(128, test=(8, 32)),

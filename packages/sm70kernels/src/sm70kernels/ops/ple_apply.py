@@ -7,7 +7,8 @@
     h <- h + (gv + y)
 
 Rounding points: W_k·e, W_v·e and c to the activation dtype, h once; everything between in float32. c is rounded before its first use,
-so a row reads the same c from its own call as a later call reads from the history. The history before a request is zero.
+so a row reads the same c from its own call as a later call reads from the history. The history before a request is zero. Histories
+after fewer rows than a request's last can be kept as well (sm70kernels.snapshots).
 """
 
 import math
@@ -17,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sm70kernels import inputs
+from sm70kernels import inputs, slots, snapshots
 from sm70kernels import rows as arithmetic
+from sm70kernels import window as windows
 from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 from sm70kernels.rows import TILE, Floats, floats, logistic, multiply, swish
 from sm70kernels.streams import rounded, stream_norm
@@ -39,13 +41,16 @@ def _convolve(extended: Floats, taps: Floats, dilation: int) -> Floats:
 class _Live:
     """The requests that own rows, ascending, and the rows they own, request after request."""
 
-    def __init__(self, first: list[int], slot: Tensor, rows: Tensor, fresh: Tensor) -> None:
-        owners = zip(first, slot.tolist(), rows.tolist(), fresh.tolist(), strict=True)
-        live = [(i, at, held, count, new) for i, (at, held, count, new) in enumerate(owners) if held >= 0 and count > 0]
+    def __init__(self, first: list[int], slot: Tensor, rows: Tensor, fresh: Tensor, keep_slot: Tensor, keep_at: Tensor) -> None:
+        held, counts = slot.tolist(), rows.tolist()
+        owners = zip(first, held, counts, fresh.tolist(), strict=True)
+        live = [(i, at, s, count, new) for i, (at, s, count, new) in enumerate(owners) if s >= 0 and count > 0]
         self.request = [i for i, _, _, _, _ in live]
         self.slot = [held for _, _, held, _, _ in live]
         self.count = [count for _, _, _, count, _ in live]
         self.fresh = [new for _, _, _, _, new in live]
+        kept = snapshots.kept(keep_slot, keep_at, held, counts)
+        self.kept = [one._replace(i=self.request.index(one.i)) for one in kept]  # among the live ones
         self.rows: NDArray[np.int64] = np.array([row for _, at, _, count, _ in live for row in range(at, at + count)], np.int64)
 
     def past(self, history: NDArray[np.generic]) -> Floats:
@@ -78,6 +83,7 @@ def _decode(placed: Floats, live: _Live, requests: int, taps: Floats, dilation: 
         latest = np.stack([sequence[count : count + depth] for sequence, count in zip(extended, live.count, strict=True)])
         conv = conv[np.arange(width) < np.array(live.count)[:, None]]
     if write:
+        windows.keep(pool, extended, live.kept)
         pool[live.slot] = latest
     return conv
 
@@ -85,11 +91,12 @@ def _decode(placed: Floats, live: _Live, requests: int, taps: Floats, dilation: 
 def _prefill(c: Floats, live: _Live, taps: Floats, dilation: int, pool: NDArray[np.generic], write: bool) -> Floats:
     """The same for rows in slices; c [R, C] holds the owned rows only, slice after slice."""
     conv, end = [np.zeros((0, c.shape[1]), np.float32)], 0
-    for past, held, count in zip(live.past(pool), live.slot, live.count, strict=True):
+    for i, (past, held, count) in enumerate(zip(live.past(pool), live.slot, live.count, strict=True)):
         extended = np.concatenate((past, c[end : end + count]))
         end += count
         conv.append(_convolve(extended[None], taps, dilation)[0])
         if write:
+            windows.keep(pool, extended[None], [one._replace(i=0) for one in live.kept if one.i == i])
             pool[held] = extended[count:]
     return np.concatenate(conv)
 
@@ -110,6 +117,8 @@ def reference(
     start: Tensor,
     rows: Tensor,
     fresh: Tensor,
+    keep_slot: Tensor,
+    keep_at: Tensor,
     kind: str,
     write: bool,
     eps: float,
@@ -122,11 +131,13 @@ def reference(
     kind "decode": M = N·T, request i owns the first rows[i] of its T rows and start is not read. kind "prefill": slice i owns rows
     start[i] .. start[i]+rows[i]-1. slot -1: the rows belong to nobody. Rows of nobody keep their h. fresh 1: the history reads as zero
     whatever the slot holds. With `write` the history of a request that owns rows becomes the last HL of (old history, owned rows).
-    Raises ValueError when N does not divide M in decode.
+    keep_slot and keep_at i32 [N, KS] are the pairs of sm70kernels.snapshots; they need `write`. Raises ValueError when N does not
+    divide M in decode.
     """
     (m, streams, hidden), tile, dtype = h.shape, TILE[kind], h.dtype
     channels, requests = streams * hidden, slot.shape[0]
-    live = _Live(_first(m, requests) if kind == "decode" else start.tolist(), slot, rows, fresh)
+    first = _first(m, requests) if kind == "decode" else start.tolist()
+    live = _Live(first, slot, rows, fresh, keep_slot, keep_at)
     mine, state, embedded = live.rows, h.view(m, channels).numpy(), floats(e)
 
     # The products run on whole tiles; everything after them on the rows that somebody owns.
@@ -195,6 +206,8 @@ ple_apply = Op(
         start="i32[N]",
         rows="i32[N]",
         fresh="i32[N]",
+        keep_slot="i32[N,KS]",
+        keep_at="i32[N,KS]",
         kind="enum decode|prefill",
         write="bool",
         eps="float",
@@ -209,7 +222,8 @@ ple_apply = Op(
         KW=Spec(4, test=(2, 4)),
         DIL=Spec(3, test=(1, 3)),
         HL=Derived("(KW-1)*DIL"),
-        SL=Dim(1, 1 << 20, test=(1, 6)),
+        KS=Dim(0, 16, test=(0, 3)),
+        SL=Dim(1, 1 << 20, test=("N*(KS+1)+1", "N*(KS+1)+2")),
         SE=Derived("S*E"),
     ),
     inputs=dict(
@@ -218,10 +232,12 @@ ple_apply = Op(
         norm_key=inputs.normal(0.1),
         norm_query=inputs.normal(0.1),
         norm_conv=inputs.normal(0.1),
-        slot=inputs.distinct("SL"),
+        slot=slots.running,
         start=_start,
         rows=_rows,
         fresh=inputs.integers(0, 1),
+        keep_slot=slots.snapshot,
+        keep_at=slots.ascending(1),
         kind=_kind,
         eps=inputs.value(1e-6),
     ),

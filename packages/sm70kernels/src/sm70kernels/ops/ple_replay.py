@@ -37,7 +37,7 @@ ple_replay = Op(
         L=Dim(1, 64, test=(1, 3)),
         N=Dim(0, 64, test=(0, 4)),
         T=Dim(1, 8, test=(1, 5)),
-        SL=Dim(1, 4096, test=("max(1,2*N)", "2*N+2")),
+        SL=Dim(1, 1 << 20, test=("max(1,2*N)", "2*N+2")),
         HL=Dim(1, 64, test=(1, 9)),
         C=Dim(1, 65536, test=(1, 40)),
     ),

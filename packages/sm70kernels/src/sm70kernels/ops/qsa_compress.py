@@ -154,7 +154,7 @@ qsa_compress = Op(
         M=Dim(0, 8192, test=(0, 40)),
         DI=Spec(128, test=(16, 20)),
         RH=Spec(32, test=(4, 8)),
-        SL=Dim(1, 4096, test=(1, 12)),
+        SL=Dim(1, 1 << 20, test=(1, 12)),
         RR=Dim(1, 64, test=(8, 12)),
         B=Dim(1, 1 << 24, test=(8, 9)),
         PK=Dim(1, 1024, test=(5, 8)),

@@ -26,7 +26,7 @@ state_copy = Op(
     determinism=EXACT,
     tolerance=Exact(),
     args=dict(pool="u8[L,SL,W] inout", source="i32[N]", target="i32[N]"),
-    dims=dict(L=Dim(1, 64, test=(1, 3)), SL=Dim(1, 4096, test=(1, 6)), W=Dim(1, 1 << 30, test=(1, 40)), N=Dim(0, 64, test=(0, 6))),
+    dims=dict(L=Dim(1, 64, test=(1, 3)), SL=Dim(1, 1 << 20, test=(1, 6)), W=Dim(1, 1 << 30, test=(1, 40)), N=Dim(0, 64, test=(0, 6))),
     # Copied slots, not the pool: each is read and written once.
     bytes=lambda d, dtype: d["N"] * (8 + 2 * d["L"] * d["W"]),
     inputs=dict(pool=inputs.integers(0, 255), source=inputs.integers(-1, "SL-1"), target=inputs.integers(-1, "SL-1")),

@@ -1,4 +1,4 @@
-"""Requests without a limit on a real model, in blocks that hold only one of them at its longest: they run together and change nothing."""
+"""Requests without a limit on a real model, in blocks that hold only one of them at its longest: some give way, and nothing changes."""
 
 from dataclasses import replace
 
@@ -26,15 +26,16 @@ def runner(tmp_path_factory):
     return Runner.load(config.resolve(model), 0)
 
 
-def test_four_requests_without_a_limit_run_together_and_say_what_they_say_alone(runner):
+def test_four_requests_without_a_limit_give_way_and_say_what_they_say_alone(runner):
     requests = [request(str(n), [9 + n] * (5 + 4 * n), LENGTH, temperature=0.8 * (n % 2), seed=n) for n in range(4)]
     rules = replace(limits(runner), max_model_len=LENGTH)
     scheduler = Scheduler(rules)
-    stalled = []
-    together = serve(runner, scheduler, requests, until=lambda trace: stalled.append(scheduler.status.stalled))
+    together = serve(runner, scheduler, requests)
+    status = scheduler.status
     assert sum(step.decode_rows == 4 for step in together.steps) >= 64 - max(len(one.prompt) for one in requests)
-    assert max(stalled) == 3, "the oldest needs all blocks but one of each other"
-    assert scheduler.status.blocks_used == 0
+    assert status.preemptions >= 2
+    assert status.replayed_tokens > 0
+    assert status.blocks_used == status.slots_used == 0
     for one in requests:
         alone = serve(runner, Scheduler(rules), [one])
         assert together.tokens[one.id] == alone.tokens[one.id]
