@@ -25,7 +25,7 @@ FULL := $(VENV)/.installed-$(ENV)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-full test-pure test-cpu test-http test-kernels check size where bench-serve clean
+.PHONY: help setup demo test test-full test-pure test-cpu test-http test-kernels check size where wheel bench bench-serve clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,9 +55,9 @@ test-full: $(FULL) ## Run the sweeps and long runs that make test leaves out (35
 
 # All of them run, whatever fails first: one look shows everything there is to mend.
 CHECKS := "ruff check packages ci bench" "mypy" "mypy --strict $(sort $(wildcard ci/*.py))" "python ci/check_layers.py" \
-  "python ci/check_ops.py" "python ci/check_bans.py" "python ci/check_size.py"
+  "python ci/check_ops.py" "python ci/check_bans.py" "python ci/check_size.py" "python ci/ptxas_budget.py"
 
-check: $(FULL) ## Lint, check types, import arrows, op files, bans and sizes
+check: $(FULL) ## Lint, check types, import arrows, op files, bans, sizes, what kernels take of a V100
 	@failed=; for command in $(CHECKS); do echo "$$command"; $(BIN)/$$command || failed="$$failed [$$command]"; done; \
 	  test -z "$$failed" || { echo "check: failed:$$failed"; exit 1; }
 
@@ -69,11 +69,21 @@ where: ## Show the files of one op (OP=gdn_conv)
 	@test -f $(OPS)/$(OP).py || { echo "where: no op $(OP); there are:" $(sort $(basename $(notdir $(filter-out %/__init__.py,$(wildcard $(OPS)/*.py))))); exit 2; }
 	@ls -1 $(wildcard $(OPS)/$(OP).py $(OPS)/$(OP).cu packages/sm70kernels/tests/test_$(OP).py bench/ops/bench_$(OP).py)
 
+# What an earlier build left in build/ would be packed too.
+wheel: $(FULL) ## Build both packages, with every kernel compiled, into dist/
+	$(BIN)/python -m sm70kernels build
+	rm -rf packages/*/build
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist packages/sm70kernels packages/revolta-serve
+	rm -rf packages/*/build
+
+bench: $(FULL) ## Test every kernel and time it on this GPU; without one, estimate what a V100 would need
+	$(BIN)/python -m sm70kernels bench --all $(ARGS)
+
 bench-serve: $(FULL) ## Time decode steps of the engine and the server beside transformers on this machine
 	$(BIN)/python bench/serve/bench_generate.py $(ARGS)
 
 clean: ## Remove the environment and every cache
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis packages/sm70kernels/src/sm70kernels/built
 	find packages ci bench -name __pycache__ -prune -exec rm -rf {} +
 
 $(MADE):
@@ -92,5 +102,6 @@ $(SERVE): requirements/$(ENV)-serve.lock $(PROJECTS) | $(MADE)
 
 $(FULL): requirements/$(ENV).lock $(SERVE)
 	$(INSTALL) -r requirements/$(ENV).lock
+	$(BIN)/python ci/fetch_nvdisasm.py
 	$(PIP) check
 	@touch $@

@@ -14,13 +14,15 @@ import check_python
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ("cpu-py311", "v100-py312")
 OURS = {"sm70kernels", "revolta-serve"}
-EXTRAS = {"test": ENVIRONMENTS, "cuda12": ("v100-py312",)}
+EXTRAS = {"test": ENVIRONMENTS, "cuda": ("v100-py312",)}
 """Environments that install an extra of the packages."""
 
 MODULES = {"pyyaml": "yaml", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}
 """Where an import has another name than what is installed."""
-PROGRAMS = {"ruff", "mypy", "pytest-timeout", "pytest-xdist"}
+PROGRAMS = {"ruff", "mypy", "pytest-benchmark", "pytest-timeout", "pytest-xdist", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"}
 """Used without being imported: by make, or by pytest itself."""
+ELSEWHERE = {"cuda", "triton"}
+"""Imported only on a machine with a GPU, or by a script that makes test data."""
 DRIVERS = {"httptools": "uvicorn"}
 """Imported by another requirement, which we tell to."""
 
@@ -96,14 +98,18 @@ def test_what_is_asked_for_is_used_and_what_is_used_is_asked_for() -> None:
         assert not idle, f"{place} asks for {idle}, which nothing imports"
     known = {MODULES.get(name, name) for name in declared()["cpu.in"]}
     ours = {"sm70kernels", "revolta_serve", "support"} | {path.stem for path in [*ROOT.glob("ci/*.py"), *ROOT.glob("bench/*.py")]}
-    assert used - known - ours - sys.stdlib_module_names == set()
+    assert used - known - ours - ELSEWHERE - sys.stdlib_module_names == set()
 
 
 @pytest.mark.parametrize("lock", ["cpu-py311", "cpu-py311-serve"])
 def test_the_cpu_locks_leave_it_to_torch_which_build_it_is(lock: str) -> None:
-    """Its CUDA build brings a triton and libraries of its own: another pin of them would make the lock impossible to install."""
+    """Its CUDA build brings a triton and libraries of its own: another pin of them would make the lock impossible to install.
+
+    The compiler of the kernels and CUDA's headers are packages of another name than those of any build for CUDA 13.
+    """
     builds = ("triton", "cuda-", "nvidia-", "cupy")
-    assert not [name for name in pins(lock) if name.startswith(builds)]
+    compiler = {"nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"}
+    assert {name for name in pins(lock) if name.startswith(builds)} == compiler
 
 
 def test_serving_needs_no_test_tools() -> None:

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from sm70kernels.backends import calls
 from sm70kernels.op import ContractError
 from sm70kernels.ops.hyper_inject import hyper_inject
 from sm70kernels.ops.hyper_norm import hyper_norm
 from sm70kernels.testing import DTYPES, conforms, rounds_as_stated, rows_independent, same_bits
+from sm70kernels.yardstick import clone, expect, judge, outputs
 
 
 def naive(
@@ -24,7 +26,14 @@ def naive(
     return None if weight is None else n
 
 
-test_matches_naive = conforms(hyper_inject, naive)
+def large(
+    state: Tensor, o: Tensor, gate: Tensor, weight: Tensor | None, eps: float, h: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor | None:
+    state.copy_(h(state + gate[:, :, None] * o[:, None]))
+    return None if weight is None else state / (state.square().mean(-1, keepdim=True) + eps).sqrt() * (1 + weight)
+
+
+test_matches_naive = conforms(hyper_inject, naive, large=large)
 test_rows = rows_independent(hyper_inject)
 test_rounding_points = rounds_as_stated(hyper_inject, naive, dict(M=20))
 
@@ -47,19 +56,58 @@ def test_a_zero_block_output_leaves_the_state_as_it_is(dtype: torch.dtype) -> No
     assert torch.equal(h, before)
 
 
-def test_float16_rounds_the_sum_once() -> None:
+@pytest.mark.parametrize("run", calls(hyper_inject))
+def test_float16_rounds_the_sum_once(run: Callable[..., None]) -> None:
     # 2048 + 1.0002 lies above the middle of 2048 and 2050; the product rounded first is 1, a tie that goes to 2048.
-    h = torch.full((1, 1, 2), 2048.0, dtype=torch.float16)
-    hyper_inject(h, torch.ones(1, 2, dtype=torch.float16), torch.tensor([[1.0002]]), None, 1e-6)
+    h = torch.full((1, 1, 24), 2048.0, dtype=torch.float16)
+    run(h=h, o=torch.ones(1, 24, dtype=torch.float16), gate=torch.tensor([[1.0002]]), weight=None, eps=1e-6)
     assert torch.tensor(1.0002).half() == 1
-    assert h.flatten().tolist() == [2050.0, 2050.0]
+    assert h.flatten().tolist() == [2050.0] * 24
 
 
-def test_an_infinite_row_touches_no_other_row() -> None:
-    h, o, gate, weight = torch.randn(9, 4, 24), torch.randn(9, 24), torch.rand(9, 4), torch.randn(4, 24)
+@pytest.mark.parametrize("run", calls(hyper_inject))
+def test_a_sum_beyond_float16_becomes_infinity_and_its_norm_nan(run: Callable[..., Tensor]) -> None:
+    h, o = torch.full((2, 4, 24), 60000.0).half(), torch.full((2, 24), 60000.0).half()
+    o[1] = 0.0
+    n = run(h=h, o=o, gate=torch.ones(2, 4), weight=torch.zeros(4, 24).half(), eps=1e-6)
+    assert h[0].isinf().all()
+    assert n[0].isnan().all()
+    assert torch.equal(n[1], torch.ones(4, 24).half())
+
+
+@pytest.mark.parametrize("streams", hyper_inject.configs)
+@pytest.mark.parametrize("e", [24, 264, 2560])
+def test_the_fused_kernel_has_the_bits_of_two_kernels_however_many_streams_a_block_takes(streams: int, e: int) -> None:
+    fused = hyper_inject.make(dict(M=5, S=4, E=e), seed=e, dtype=torch.float16) | dict(weight=torch.randn(4, e).half())
+    apart = clone(fused)
+    n, _ = hyper_inject.emulate(**fused, config=streams, order=3)
+    hyper_inject.emulate(**(apart | dict(weight=None)))
+    expected, _ = hyper_norm.emulate(h=apart["h"], weight=apart["weight"], eps=apart["eps"])
+    assert same_bits((fused["h"], n), (apart["h"], expected))
+
+
+@pytest.mark.parametrize("streams", hyper_inject.configs)
+def test_the_kernel_at_the_model_s_streams_reads_every_byte_once(streams: int) -> None:
+    arguments = hyper_inject.make(dict(M=3), seed=4, dtype=torch.float16) | dict(weight=torch.randn(4, 2560).half())
+    given = clone(arguments)
+    n, (counters,) = hyper_inject.emulate(**given, config=streams)
+    expected = expect(hyper_inject, large, arguments, torch.float16)
+    judge(hyper_inject, expected, outputs(hyper_inject, given, n))
+    assert torch.equal(given["h"], expected.truth["h"].half())  # fused and rounded to nearest, as exact sums would be
+    state, o = 3 * 4 * 2560 * 2, 3 * 2560 * 2
+    assert counters.global_bytes_read == state + o + 4 * 2560 * 2 + 3 * 4 * 4
+    assert counters.global_bytes_written == 2 * state
+    gates = 3 * 4 * 10 * 32  # a sector for each of the 10 warps
+    assert 32 * sum(site.sectors for site in counters.sites) == 4 * state + o * (4 // streams) + gates  # state in and out, weights, norm
+
+
+@pytest.mark.parametrize("run", calls(hyper_inject))
+def test_an_infinite_row_touches_no_other_row(run: Callable[..., Tensor]) -> None:
+    h, o, gate, weight = torch.randn(9, 4, 24).half(), torch.randn(9, 24).half(), torch.rand(9, 4), torch.randn(4, 24).half()
     other, o_inf = h.clone(), o.clone()
     o_inf[4, 3] = torch.inf
-    clean, dirty = hyper_inject(h, o, gate, weight, 1e-6), hyper_inject(other, o_inf, gate, weight, 1e-6)
+    rest = dict(gate=gate, weight=weight, eps=1e-6)
+    clean, dirty = run(h=h, o=o, **rest), run(h=other, o=o_inf, **rest)
     assert clean is not None
     assert dirty is not None
     assert not torch.isfinite(other[4]).all()

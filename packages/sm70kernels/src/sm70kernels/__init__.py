@@ -21,9 +21,11 @@ if TYPE_CHECKING:  # the types of the ops; at run time __getattr__ finds them
     from sm70kernels.ops.hyper_mean import hyper_mean as hyper_mean
     from sm70kernels.ops.hyper_mix import hyper_mix as hyper_mix
     from sm70kernels.ops.hyper_norm import hyper_norm as hyper_norm
+    from sm70kernels.ops.kv_dequant import kv_dequant as kv_dequant
     from sm70kernels.ops.kv_store import kv_store as kv_store
     from sm70kernels.ops.linear_prefill import linear_prefill as linear_prefill
     from sm70kernels.ops.linear_skinny import linear_skinny as linear_skinny
+    from sm70kernels.ops.linear_skinny_dual import linear_skinny_dual as linear_skinny_dual
     from sm70kernels.ops.lm_head_logits import lm_head_logits as lm_head_logits
     from sm70kernels.ops.lm_head_top1 import lm_head_top1 as lm_head_top1
     from sm70kernels.ops.moe_gemm import moe_gemm as moe_gemm
@@ -35,6 +37,7 @@ if TYPE_CHECKING:  # the types of the ops; at run time __getattr__ finds them
     from sm70kernels.ops.ple_replay import ple_replay as ple_replay
     from sm70kernels.ops.prefill_attention import prefill_attention as prefill_attention
     from sm70kernels.ops.process_logits import process_logits as process_logits
+    from sm70kernels.ops.qpn_linear import qpn_linear as qpn_linear
     from sm70kernels.ops.qsa_attention import qsa_attention as qsa_attention
     from sm70kernels.ops.qsa_compress import qsa_compress as qsa_compress
     from sm70kernels.ops.qsa_localize import qsa_localize as qsa_localize

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels.dims import AnyDim, DeclarationError, Derived, Dim, Spec, complete, drawing_order, evaluate, names_in
-from sm70kernels.spec import ACTIVATIONS, DTYPE_NAMES, DTYPES, KV_CODES, SCALARS, Arg, parse
+from sm70kernels.spec import ACTIVATIONS, ALIGNMENT, DTYPE_NAMES, DTYPES, KV_CODES, SCALARS, Arg, parse
 
 
 class ContractError(ValueError):
@@ -17,7 +17,7 @@ class ContractError(ValueError):
 
 @dataclass
 class Bound:
-    """What one call fixed: dim values (with who bound them), activation dtype, cache storage, device."""
+    """What one call fixed: dim values (with who bound them), activation dtype, cache storage, device, whether a kernel runs."""
 
     dims: dict[str, int] = field(default_factory=dict)
     source: dict[str, str] = field(default_factory=dict)
@@ -27,6 +27,7 @@ class Bound:
     kv_source: str = ""
     device: torch.device | None = None
     device_source: str = ""
+    kernel: bool = False
 
 
 class Contract:
@@ -55,18 +56,23 @@ class Contract:
         for dim in self.dims.keys() - used - names_in(*rules):
             raise DeclarationError(f"{self.name}: dim {dim} is declared but no argument and no expression uses it")
 
-    def bind(self, values: Sequence[Any]) -> Bound:
+    def bind(self, values: Sequence[Any], kernel: bool = False) -> Bound:
         """Check `values`, one an argument in declared order (None: omitted), and return what they bind.
 
-        Raises ContractError.
+        For a kernel rather than the reference, sizes must be specialised ones, activations f16, scratch given and `aligned` tensors
+        aligned. Raises ContractError.
         """
-        bound = Bound()
+        bound = Bound(kernel=kernel)
         for arg, value in zip(self.args, values, strict=True):
             if value is not None:
                 (self._tensor if arg.is_tensor else self._scalar)(arg, value, bound)
         self._presence(values, bound)
         complete(self.dims, bound.dims)
         self._ranges(bound)
+        if kernel and bound.act is None:  # codes only: what they become is what kernels take
+            bound.act, bound.act_source = torch.float16, "kernels"
+        if kernel and bound.act is torch.float32:
+            self._fail(f"{bound.act_source}: expected f16, got f32; kernels take f16 activations: convert them, or call with CPU tensors")
         return bound
 
     def shape(self, arg: Arg, dims: Mapping[str, int]) -> tuple[int, ...]:
@@ -111,7 +117,7 @@ class Contract:
         if value.dim() != len(arg.axes):
             self._fail(f"{arg.name}: expected {len(arg.axes)} axes [{','.join(map(str, arg.axes))}], got shape {tuple(value.shape)}")
         self._dtype(arg, value.dtype, bound)
-        self._layout(arg, value)
+        self._layout(arg, value, bound)
         for index, axis in enumerate(arg.axes):
             size = value.size(index)
             if isinstance(axis, str):
@@ -150,7 +156,12 @@ class Contract:
             self._fail(f"{arg.name}: expected activation dtype {DTYPE_NAMES[bound.act]} (bound by {bound.act_source}), got {got}")
         bound.act, bound.act_source = dtype, arg.name
 
-    def _layout(self, arg: Arg, value: Tensor) -> None:
+    def _layout(self, arg: Arg, value: Tensor, bound: Bound) -> None:
+        if bound.kernel and "aligned" in arg.flags:
+            for index, stride in enumerate(value.stride()[:-1]):
+                step = stride * value.itemsize
+                if step % ALIGNMENT and value.size(index) > 1:
+                    self._fail(f"{arg.name} axis {index}: expected a stride of a multiple of {ALIGNMENT} bytes, got {step}")
         if value.is_contiguous():
             return
         if "strided" not in arg.flags:
@@ -162,7 +173,6 @@ class Contract:
     def _presence(self, values: Sequence[Any], bound: Bound) -> None:
         given = {arg.name: value is not None for arg, value in zip(self.args, values, strict=True)}
         storage = "kv:" + DTYPE_NAMES.get(bound.kv, "") if bound.kv is not None else ""
-        on_cpu = bound.device is None or bound.device.type == "cpu"
         for arg in self.args:
             if arg.when is not None:
                 wanted = given.get(arg.when, arg.when == storage)
@@ -170,11 +180,10 @@ class Contract:
                     self._fail(f"{arg.name}: given, but it belongs to {arg.when}, which this call does not have; pass None")
                 if wanted and not given[arg.name] and not arg.is_out:
                     self._fail(f"{arg.name}: missing, but this call has {arg.when}, which needs it")
-            elif not given[arg.name] and not (arg.may_be_none or arg.is_out or (arg.is_scratch and on_cpu)):
+            elif not given[arg.name] and not (arg.may_be_none or arg.is_out or (arg.is_scratch and not bound.kernel)):
                 self._fail(f"{arg.name}: missing ({arg.text})")
 
     def _ranges(self, bound: Bound) -> None:
-        on_cpu = bound.device is None or bound.device.type == "cpu"
         for name, value in bound.dims.items():
             place = bound.source.get(name, "an inferred dim")
             dim = self.dims[name]
@@ -183,7 +192,7 @@ class Contract:
             elif isinstance(dim, Dim):
                 self._compare(name, value, place, f"{name} >= {dim.lo}", dim.lo, bound, lambda a, b: a >= b)
                 self._compare(name, value, place, f"{name} <= {dim.hi}", dim.hi, bound, lambda a, b: a <= b)
-            elif isinstance(dim, Spec) and not on_cpu and value not in dim.values + dim.test:
+            elif isinstance(dim, Spec) and bound.kernel and value not in dim.values + dim.kernel:
                 self._fail(f"{place}: {name}={value} has no kernel; kernels exist for {', '.join(map(str, dim.values))}")
 
     def _compare(

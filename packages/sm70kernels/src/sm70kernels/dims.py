@@ -68,18 +68,21 @@ class Dim:
 class Spec:
     """A size that kernels are specialised for (-D): CUDA accepts only these values, the CPU reference any size from 0 up.
 
-    The first value is the model's; `test` lists the sizes tests draw, all values when left out.
+    The first value is the model's; `test` lists the sizes tests of the reference draw (all values when left out), `kernel` those that
+    tests of the kernel draw (`test` when left out): kernels read 16 bytes at a time, so few of the awkward sizes are theirs.
     """
 
     values: tuple[int, ...]
     test: tuple[int, ...]
+    kernel: tuple[int, ...]
     infer: str | None
 
-    def __init__(self, *values: int, test: tuple[int, ...] = (), infer: str | None = None) -> None:
+    def __init__(self, *values: int, test: tuple[int, ...] = (), kernel: tuple[int, ...] = (), infer: str | None = None) -> None:
         if not values:
             raise DeclarationError("Spec needs at least one value; a free runtime size is Dim(lo, hi)")
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "test", test or values)
+        object.__setattr__(self, "kernel", kernel or test or values)
         object.__setattr__(self, "infer", infer)
 
 

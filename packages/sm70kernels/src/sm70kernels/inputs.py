@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels.dims import DeclarationError, evaluate
-from sm70kernels.spec import DTYPES, Arg
+from sm70kernels.spec import ALIGNMENT, DTYPES, Arg
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def make(
         if "device" in arg.flags and made[arg.name] is not None:
             made[arg.name] = torch.as_tensor(made[arg.name], dtype=dtype)  # makers give scalars for shape ()
         if isinstance(made[arg.name], Tensor) and "strided" in arg.flags:
-            made[arg.name] = _column_slice(made[arg.name], draw)
+            made[arg.name] = _column_slice(made[arg.name], draw, "aligned" in arg.flags)
     return {name: item.to(device) if isinstance(item, Tensor) else item for name, item in made.items()}
 
 
@@ -144,12 +144,18 @@ def _default(op: str, arg: Arg, draw: Draw) -> Any:
     raise DeclarationError(f"{op}: {arg.name} ({arg.text}) needs a maker: inputs=dict({arg.name}=inputs.integers(...))")
 
 
-def _column_slice(tensor: Tensor, draw: Draw) -> Tensor:
-    """Return the values as columns of a wider NaN-filled buffer half of the time: a fused projection hands them over that way."""
+def _column_slice(tensor: Tensor, draw: Draw, aligned: bool) -> Tensor:
+    """Return the values as columns of a wider NaN-filled buffer half of the time: a fused projection hands them over that way.
+
+    Aligned ones lie at a multiple of 16 bytes, with rows that are that far apart.
+    """
     if tensor.dim() < 2 or not tensor.dtype.is_floating_point or not draw.integer(0, 1):
         return tensor
     before, after = draw.integer(0, 3), draw.integer(1, 3)
     width = tensor.shape[-1]
+    if aligned:
+        whole = ALIGNMENT // tensor.itemsize
+        before, after = before * whole, after * whole - width % whole
     wide = torch.full((*tensor.shape[:-1], before + width + after), float("nan"), dtype=tensor.dtype)
     wide[..., before : before + width] = tensor
     return wide[..., before : before + width]

@@ -1,11 +1,15 @@
-"""The reference manual: an op's declaration as Markdown, and the table of all ops."""
+"""The reference manual: an op's declaration as Markdown, what its kernels take and would cost, and the table of all ops."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from sm70kernels.dims import describe
 from sm70kernels.op import Op, Ratio
 from sm70kernels.spec import Arg
+
+if TYPE_CHECKING:
+    from sm70kernels.cuda import Need
+    from sm70kernels.roofline import Work
 
 
 def summary(op: Op[Any]) -> str:
@@ -32,6 +36,57 @@ def entry(op: Op[Any]) -> str:
     lines += [f"* bits ({op.determinism.name}): {op.determinism.value}", f"* accuracy: {tolerance}"]
     lines += ["* CUDA: " + ("yes" if op.launch else "no kernel; CUDA tensors raise NoKernel")]
     return "\n".join(lines)
+
+
+def kernels(op: Op[Any], rows: Iterable[int] = (1, 5)) -> Iterator[str]:
+    """Yield, line by line, what an op's kernels take of a V100, and what calls at the model's sizes do and would cost.
+
+    Every kernel of every configuration is listed; the counts are those of the chosen configuration at each size, and of the others at
+    the first. Raises resources.NoDisassembler and CompileError.
+    """
+    from sm70kernels import build, roofline  # these compile and emulate, which the rest of the manual does not need
+    from sm70kernels.bench import cases, report
+
+    yield from ["## Kernels", "", "| kernel | registers | shared bytes | spilled | blocks/SM | instructions | of these |"]
+    yield "|---|---|---|---|---|---|---|"
+    needs = dict.fromkeys(need for call in build.calls(op, op.shapes) for need in call.needs)
+    yield from dict.fromkeys(_kernel(need) for need in needs)
+    yield from ["", f"## At the model's sizes ({roofline.LABEL})", "", "```", report.estimate_head()]
+    for declared in cases.standing(op):
+        for number, case in enumerate(declared.each(tuple(rows))):
+            dims, chosen = op.sizes(case.dims), op.config(op.sizes(case.dims))
+            others = [config for config in build.configurations(op, dims) if config != chosen]
+            for config in [chosen, *others] if number == 0 else [chosen]:
+                found = roofline.estimate(case, config=config)
+                yield report.estimate_row(op.name, case.name if config is None else f"{case.name} {build.brief(config)}", found)
+                yield from (f"    {counts(work)}" for work in found.works)
+    yield "```"
+
+
+def counts(work: "Work") -> str:
+    """Return what one launch does as a line."""
+    return (
+        f"{work.kernel}: {work.blocks:,.0f} blocks, {work.instructions:,.0f} warp instructions, {work.mma:,.0f} mma, "
+        f"{work.sectors:,.0f} sectors, {work.wavefronts:,.0f} shared wavefronts, {work.bytes:,.0f} bytes touched"
+    )
+
+
+def _kernel(need: "Need") -> str:
+    """Return the resources and the instruction mix of one kernel as a row."""
+    from sm70kernels import build, resources
+
+    image = build.fetch(need.op, need.defines)
+    took, mix = resources.read_report(image.report, need.entry), resources.mix(image, need.entry)
+    cells = (
+        f"`{need.entry}` {build.describe(need.defines)}",
+        took.registers,
+        took.shared + need.shared,
+        took.spill_stores + took.spill_loads,
+        took.blocks(resources.threads(need.block), need.shared),
+        mix.total,
+        mix.summary(),
+    )
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def _role(arg: Arg) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import NoneType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +24,12 @@ from torch.utils.dlpack import from_dlpack
 
 from sm70kernels import inputs as input_makers
 from sm70kernels.contract import Bound, Contract, ContractError
+from sm70kernels.cuda import emulated
 from sm70kernels.dims import AnyDim, DeclarationError, Derived, Dim, Spec, complete
-from sm70kernels.spec import DTYPES, Arg
+from sm70kernels.spec import ALIGNMENT, DTYPES, Arg
+
+if TYPE_CHECKING:
+    from sm70kernels.emulator import Counters
 
 __all__ = [
     "EXACT", "INV", "RUN", "TOL", "ContractError", "DeclarationError", "Derived", "Determinism", "Dim", "Exact", "NoKernel", "Op",
@@ -122,6 +126,7 @@ class Op(Generic[R]):
         choose: Callable[[Mapping[str, int]], Any] | None = None,
         bytes: Callable[[Mapping[str, int], torch.dtype], int] | None = None,
         flops: Callable[[Mapping[str, int]], int] | None = None,
+        shapes: Sequence[Mapping[str, int]] = (),
     ) -> None:
         self.name = name
         self.reference = reference
@@ -132,6 +137,7 @@ class Op(Generic[R]):
         self.configs = tuple(configs)
         self.choose = choose
         self.flops = flops
+        self.shapes = tuple(shapes)
         self._bytes = bytes
         self.contract = Contract(name, args, dims)
         self.args = self.contract.args
@@ -140,6 +146,7 @@ class Op(Generic[R]):
         self._index = {arg.name: i for i, arg in enumerate(self.args)}
         self._taken = tuple(i for i, arg in enumerate(self.args) if not (arg.is_out or arg.is_scratch))
         self._outs = tuple(i for i, arg in enumerate(self.args) if arg.is_out)
+        self._aligned = tuple(i for i, arg in enumerate(self.args) if "aligned" in arg.flags)
         self._leading = self._taken == tuple(range(len(self._taken)))
         self._orders: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._plans: dict[tuple[Any, ...], _Plan] = {}
@@ -213,8 +220,8 @@ class Op(Generic[R]):
             for arg, value in zip(self.args, args, strict=False):
                 if isinstance(value, Tensor) and value.device.type != "cpu":
                     raise NoKernel(f"{self.name}: no CUDA kernel; {arg.name} is on {value.device}: move the tensors to the CPU")
-        bound = self.contract.bind(args + (None,) * (len(self.args) - len(args)))
-        on_cpu = bound.device is None or bound.device.type == "cpu"
+        on_cpu = all(value.device.type == "cpu" for value in args if isinstance(value, Tensor))
+        bound = self.contract.bind(args + (None,) * (len(self.args) - len(args)), kernel=not on_cpu)
         plan = _Plan(direct=on_cpu and self._leading and len(args) == len(self._taken), on_cpu=on_cpu, bound=None if on_cpu else bound)
         if all(type(value) in _REMEMBERED for value in args):
             if len(self._plans) >= _PLANS:
@@ -249,8 +256,8 @@ class Op(Generic[R]):
             returned.append(got)
         return tuple(returned) if isinstance(result, tuple) else returned[0]  # type: ignore[return-value]
 
-    def _launch(self, values: tuple[Any, ...], bound: Bound | None) -> R:
-        """Allocate the omitted outputs and launch on the caller's stream."""
+    def _launch(self, values: tuple[Any, ...], bound: Bound | None, config: Any = None) -> R:
+        """Allocate the omitted outputs and launch on the caller's stream, with the given or the chosen configuration."""
         assert self.launch is not None  # _admit refuses the call otherwise
         assert bound is not None
         full = list(values)
@@ -258,11 +265,46 @@ class Op(Generic[R]):
             arg = self.args[i]
             absent = arg.when in self._index and values[self._index[str(arg.when)]] is None
             if full[i] is None and not absent:
-                shape, dtype = self.contract.shape(arg, bound.dims), self.contract.dtype(arg, bound)
-                full[i] = torch.empty(shape, dtype=dtype, device=bound.device)
-        self.launch(self.config(bound.dims), bound.dims, *full)
+                full[i] = self._empty(arg, bound)
+        for i in self._aligned:
+            if full[i] is not None and full[i].data_ptr() % ALIGNMENT:
+                place, address = f"{self.name}: {self.args[i].name}", full[i].data_ptr()
+                raise ContractError(f"{place}: expected an address that is a multiple of {ALIGNMENT}, got {address:#x}; pass a copy")
+        self.launch(self.config(bound.dims) if config is None else config, bound.dims, *full)
         outs = tuple(full[i] for i in self._outs)
         return outs if len(outs) > 1 else outs[0] if outs else None  # type: ignore[return-value]
+
+    def _empty(self, arg: Arg, bound: Bound) -> Tensor:
+        return torch.empty(self.contract.shape(arg, bound.dims), dtype=self.contract.dtype(arg, bound), device=bound.device)
+
+    def scratch(self, arguments: Mapping[str, Any]) -> list[tuple[Arg, Tensor]]:
+        """Return the workspace a kernel needs for a call with these arguments, by name: every scratch argument not among them, empty.
+
+        Raises ContractError.
+        """
+        missing = [arg for arg in self.args if arg.is_scratch and arguments.get(arg.name) is None]
+        if not missing:
+            return []
+        bound = self.contract.bind([arguments.get(arg.name) for arg in self.args])
+        return [(arg, self._empty(arg, bound)) for arg in missing]
+
+    def emulate(self, *, config: Any = None, order: int | None = None, **arguments: Any) -> "tuple[R, list[Counters]]":
+        """Run the kernel in the emulator on CPU tensors; returns what a call returns, and the counters of every launch.
+
+        Arguments by name; scratch is allocated when omitted. `config` is one of `configs` (None: the chosen one), `order` the seed of a
+        random order of warps. Raises ContractError as a call with CUDA tensors does, NoKernel, and emulator.Fault for a faulty kernel.
+        """
+        if self.launch is None:
+            raise NoKernel(f"{self.name}: no CUDA kernel to emulate")
+        values = tuple(self._as_tensor(arg, arguments.pop(arg.name, None)) for arg in self.args)
+        for name in arguments:
+            raise ContractError(f"{self.name}: no argument {name}; it takes {', '.join(self._index)}")
+        given = {arg.name: value for arg, value in zip(self.args, values, strict=True)}
+        given |= {arg.name: tensor for arg, tensor in self.scratch(given)}
+        values = tuple(given[arg.name] for arg in self.args)
+        with emulated(order=order) as counters:
+            result = self._launch(values, self.contract.bind(values, kernel=True), config)
+        return result, counters
 
     def config(self, dims: Mapping[str, int]) -> Any:
         """Return the kernel configuration for these dims: the op's rule, else its first config, else None."""

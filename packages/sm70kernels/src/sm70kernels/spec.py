@@ -6,13 +6,16 @@
     enum a|b                  one of the listed strings
     dim NAME                  an int that binds the dim NAME
 
+and `optional` after an enum or a dim: it may be None.
+
 DTYPE is f32 f16 i32 i64 u8 i8, alternatives joined by `|`, or a storage class chosen per call: `act` (activation dtype, f32 or
 f16, the same for every act argument of a call), `kv` (K/V cache: the activation dtype, or u8 codes, or i8 codes; one choice per
 call) and `bank` (expert weights: the activation dtype).
 
 FLAGS: `out` (written; allocated when omitted), `inout` (changed in place), `optional` (may be None), `scratch` (uninitialised
 workspace of the kernel; the reference does not see it), `strided` (only the last axis must be contiguous; without it the whole
-tensor), `when=NAME` (given exactly when argument NAME is), `when=kv:u8` (given exactly when the cache has that storage).
+tensor), `aligned` (for a kernel, the address and every stride but the last are multiples of 16 bytes), `when=NAME` (given exactly
+when argument NAME is), `when=kv:u8` (given exactly when the cache has that storage).
 """
 
 import re
@@ -35,7 +38,10 @@ ACTIVATIONS = (torch.float32, torch.float16)
 KV_CODES = (torch.uint8, torch.int8)
 CLASSES = ("act", "kv", "bank")
 SCALARS = {"int": int, "float": float, "bool": bool}
-FLAGS = {"out", "inout", "optional", "scratch", "device", "strided"}
+FLAGS = {"out", "inout", "optional", "scratch", "device", "strided", "aligned"}
+
+ALIGNMENT = 16
+"""Bytes a lane reads at once: what `aligned` tensors are aligned to."""
 
 _TENSOR = re.compile(r"(?P<dtype>[a-z0-9]+(?:\|[a-z0-9]+)*)(?:\[(?P<axes>[A-Za-z0-9_, ]*)\])?(?P<flags>(?: +[a-z0-9_=:]+)*)")
 _AXIS = re.compile(r"[A-Z][A-Za-z0-9_]*|[0-9]+")
@@ -87,12 +93,13 @@ def parse(name: str, text: str) -> Arg:
     words = text.split()
     if text in SCALARS:
         return Arg(name, text, text)
-    if len(words) == 2 and words[0] == "enum":
-        return Arg(name, text, "enum", choices=tuple(words[1].split("|")))
-    if len(words) == 2 and words[0] == "dim":
+    if text.startswith(("enum ", "dim ")) and (len(words) == 2 or words[2:] == ["optional"]):
+        flags = frozenset(words[2:])
+        if words[0] == "enum":
+            return Arg(name, text, "enum", choices=tuple(words[1].split("|")), flags=flags)
         if not _AXIS.fullmatch(words[1]) or words[1].isdigit():
             raise DeclarationError(f"argument {name}: {words[1]!r} is not a dim's name (a capital letter first)")
-        return Arg(name, text, "dim", choices=(words[1],))
+        return Arg(name, text, "dim", choices=(words[1],), flags=flags)
     match = _TENSOR.fullmatch(text)
     if match is None:
         raise DeclarationError(f"argument {name}: cannot read {text!r}; the forms are in the docstring of sm70kernels.spec")

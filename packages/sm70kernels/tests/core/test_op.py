@@ -82,8 +82,8 @@ def test_checks_run_once_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = []
     bind = op.contract.bind
 
-    def counting(values: Sequence[Any]) -> Bound:
-        bound.append(bind(values))
+    def counting(values: Sequence[Any], kernel: bool) -> Bound:
+        bound.append(bind(values, kernel))
         return bound[-1]
 
     monkeypatch.setattr(op.contract, "bind", counting)

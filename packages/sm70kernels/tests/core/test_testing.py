@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sm70kernels import inputs
+from sm70kernels.backends import REFERENCE
 from sm70kernels.op import INV, Dim, Exact, Op, Ratio, Spec
 from sm70kernels.testing import DTYPES, conforms, poison, poisoned_memory, rounds_as_stated, rows_independent, same_bits
 
@@ -63,20 +64,20 @@ def centres_rows_on_the_batch(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_right_reference_passes(dtype: torch.dtype) -> None:
-    conforms(declare(good), naive)(dtype=dtype)
-    rows_independent(declare(good))(dtype=dtype)
+    conforms(declare(good), naive)(dtype=dtype, backend=REFERENCE)
+    rows_independent(declare(good))(dtype=dtype, backend=REFERENCE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wrong", [drops_the_last_term, sums_in_half, forgets_a_row])
 def test_a_wrong_reference_fails(wrong: Callable[..., Any], dtype: torch.dtype) -> None:
     with pytest.raises((AssertionError, BaseExceptionGroup)):
-        conforms(declare(wrong), naive)(dtype=dtype)
+        conforms(declare(wrong), naive)(dtype=dtype, backend=REFERENCE)
 
 
 def test_float32_inputs_rounded_to_float16_fail() -> None:
     with pytest.raises((AssertionError, BaseExceptionGroup), match="maximum error"):
-        conforms(declare(rounds_twice), naive)(dtype=torch.float32)
+        conforms(declare(rounds_twice), naive)(dtype=torch.float32, backend=REFERENCE)
 
 
 def test_a_result_that_changes_from_call_to_call_fails() -> None:
@@ -84,12 +85,12 @@ def test_a_result_that_changes_from_call_to_call_fails() -> None:
         return keeps_state(x, w)
 
     with pytest.raises((AssertionError, BaseExceptionGroup)):
-        conforms(declare(op, Ratio(1e9)), naive)(dtype=torch.float32)
+        conforms(declare(op, Ratio(1e9)), naive)(dtype=torch.float32, backend=REFERENCE)
 
 
 def test_rows_that_see_each_other_fail() -> None:
     with pytest.raises((AssertionError, BaseExceptionGroup), match="has other bits"):
-        rows_independent(declare(centres_rows_on_the_batch))(dtype=torch.float32)
+        rows_independent(declare(centres_rows_on_the_batch))(dtype=torch.float32, backend=REFERENCE)
 
 
 def test_a_stated_rounding_widens_the_yardstick() -> None:
@@ -99,7 +100,7 @@ def test_a_stated_rounding_widens_the_yardstick() -> None:
     def with_h(x: Tensor, w: Tensor, h: Callable[[Tensor], Tensor]) -> Tensor:
         return h(naive(x, w)) * 3
 
-    conforms(declare(two_steps, Ratio(1.5)), with_h)(dtype=torch.float16)
+    conforms(declare(two_steps, Ratio(1.5)), with_h)(dtype=torch.float16, backend=REFERENCE)
 
 
 def test_exact_means_every_bit_after_rounding() -> None:
@@ -109,9 +110,9 @@ def test_exact_means_every_bit_after_rounding() -> None:
     def first(x: Tensor, w: Tensor) -> Tensor:
         return x[:, : len(w)].clone()
 
-    conforms(declare(off_by_one_bit, Exact()), first)(dtype=torch.float16)
+    conforms(declare(off_by_one_bit, Exact()), first)(dtype=torch.float16, backend=REFERENCE)
     with pytest.raises((AssertionError, BaseExceptionGroup), match="values differ, first at"):
-        conforms(declare(off_by_one_bit, Exact()), first)(dtype=torch.float32)
+        conforms(declare(off_by_one_bit, Exact()), first)(dtype=torch.float32, backend=REFERENCE)
 
 
 def test_slots_compare_the_rows_of_a_pool() -> None:
@@ -127,9 +128,9 @@ def test_slots_compare_the_rows_of_a_pool() -> None:
         test = rows_independent(op, slots={"state": "slot"})
         if fails:
             with pytest.raises((AssertionError, BaseExceptionGroup), match="add: state: row"):
-                test(dtype=torch.float32)
+                test(dtype=torch.float32, backend=REFERENCE)
         else:
-            test(dtype=torch.float32)
+            test(dtype=torch.float32, backend=REFERENCE)
 
 
 def test_poison_shows_in_every_dtype() -> None:

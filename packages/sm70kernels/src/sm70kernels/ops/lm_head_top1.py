@@ -5,11 +5,14 @@ is (larger logit, then lower token): zeros of either sign tie, NaN loses to ever
 or valid = 0) gives token vocab_start and value NaN, which top1_merge ranks last.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from sm70kernels import inputs, rows
-from sm70kernels.op import INV, Dim, Op, Ratio, Spec
+from sm70kernels import inputs, rows, skinny
+from sm70kernels.cuda import Kernel
+from sm70kernels.op import INV, Derived, Dim, Op, Ratio, Spec
 
 
 def reference(x: Tensor, w: Tensor, vocab_start: int, valid: int) -> tuple[Tensor, Tensor]:
@@ -26,13 +29,50 @@ def reference(x: Tensor, w: Tensor, vocab_start: int, valid: int) -> tuple[Tenso
     return logits.gather(1, row).squeeze(1), (row.squeeze(1) + vocab_start).int()
 
 
+COLUMNS = Kernel("lm_head_top1", "best_of_columns")
+PARTS = Kernel("lm_head_top1", "best_of_parts")
+
+
+def launch(
+    config: int, d: Mapping[str, int], x: Tensor, w: Tensor, vocab_start: int, valid: int, value: Tensor, index: Tensor, best: Tensor
+) -> None:
+    """Best key of every row and block of columns, then of every row."""
+    m, valid = d["M"], max(0, min(valid, d["V"]))
+    tile = skinny.tile(m, config)
+    grid = tile.grid(m, valid)
+    COLUMNS(dict(K=d["K"], **tile.defines), grid, tile.threads, x, m, w, valid, d["P"], best)
+    PARTS({}, m, 256, best, d["P"], grid[1], vocab_start, value, index)
+
+
+def _valid(draw: inputs.Draw) -> int:
+    """All rows most of the time, else any number of them."""
+    rows = draw.dims["V"]
+    return rows if draw.integer(0, 3) else draw.integer(0, rows)
+
+
 lm_head_top1 = Op(
     "lm_head_top1",
     reference=reference,
+    launch=launch,
     determinism=INV,
     tolerance=Ratio(2.0),
-    args=dict(x="act[M,K]", w="act[V,K]", vocab_start="int", valid="int", value="f32[M] out", index="i32[M] out"),
-    dims=dict(M=Dim(0, 1 << 20, test=(0, 20)), V=Spec(62080, 124160, 248320, test=(1, 17, 50)), K=Spec(2560, test=(16, 40))),
-    inputs=dict(w=inputs.normal(0.25), vocab_start=inputs.one_of(0, 7, 186240), valid=inputs.integers(0, "V")),
+    args=dict(
+        x="act[M,K] aligned",
+        w="act[V,K] aligned",
+        vocab_start="int",
+        valid="int",
+        value="f32[M] out",
+        index="i32[M] out",
+        best="i64[M,P] scratch",
+    ),
+    dims=dict(
+        M=Dim(0, 1 << 20, test=(0, 20)),
+        V=Dim(1, 1 << 20, test=(1, 20)),
+        K=Spec(2560, test=(16, 40), kernel=(40, 264)),
+        P=Derived(f"(V + {skinny.NARROWEST - 1}) // {skinny.NARROWEST}"),
+    ),
+    inputs=dict(w=inputs.normal(0.25), vocab_start=inputs.one_of(0, 7, 186240), valid=_valid),
+    configs=(1,),
+    shapes=[dict(M=m, V=v, K=2560) for v in (62080, 248320) for m in (1, 5, 40, 64)],
     flops=lambda d: 2 * d["M"] * d["V"] * d["K"],
 )

@@ -8,11 +8,14 @@ the softmax over all X renormalised over the kept:
 A kept logit of -inf has weight exactly 0. A row that holds NaN or +inf, or nothing but -inf, is degenerate: ids 0..K-1, weights 0.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from sm70kernels import inputs, rows
+from sm70kernels.cuda import Kernel
 from sm70kernels.op import INV, Dim, Op, Ratio, Spec
 
 
@@ -35,12 +38,44 @@ def reference(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(ids), torch.from_numpy(weights)
 
 
+KERNEL = Kernel("moe_route")
+
+_SPECIAL = ((float("nan"),), (float("inf"),), (float("-inf"),) * 4, (float("-inf"), float("nan"), float("inf")))
+
+
+def _logits(draw: inputs.Draw) -> Tensor:
+    """Half of the rows in steps of 1/2, so that logits tie, zeros of both signs too; some all negative; some with NaN and infinities."""
+    logits = draw.normal(*draw.shape) * 2
+    for row in logits:
+        if draw.integer(0, 1):
+            row.copy_((row * 2).round() / 2)
+        if not draw.integer(0, 3):
+            row.copy_(-row.abs())
+        if not draw.integer(0, 3):
+            values = torch.tensor(_SPECIAL[draw.integer(0, len(_SPECIAL) - 1)])
+            row[torch.randperm(len(row), generator=draw.generator)[: len(values)]] = values[: len(row)]
+        if not draw.integer(0, 9):
+            row.fill_(float("-inf"))
+    return logits.to(draw.dtype)
+
+
+def launch(config: None, d: Mapping[str, int], logits: Tensor, topk: int, ids: Tensor, weights: Tensor) -> None:
+    """One warp a row and block, so that the few rows of a decode step spread over the multiprocessors."""
+    KERNEL(dict(X=d["X"]), d["M"], 32, logits, topk, ids, weights)
+
+
 moe_route = Op(
     "moe_route",
     reference=reference,
+    launch=launch,
     determinism=INV,
     tolerance=Ratio(2.0),
     args=dict(logits="act[M,X]", topk="dim K", ids="i32[M,K] out", weights="f32[M,K] out"),
-    dims=dict(M=Dim(0, 65536, test=(0, 20)), X=Spec(512, test=(8, 16, 40)), K=Dim(1, "X", test=(1, 8))),
-    inputs=dict(logits=inputs.normal(2.0)),
+    dims=dict(
+        M=Dim(0, 65536, test=(0, 20)),
+        X=Spec(512, test=(8, 16, 40), kernel=(8, 40, 512)),
+        K=Dim(1, "min(X, 32)", test=(1, "min(X, 12)")),
+    ),
+    inputs=dict(logits=_logits),
+    shapes=[dict(M=m, X=512, K=10) for m in (1, 5, 40, 64)],
 )
