@@ -54,7 +54,7 @@ test-full: $(FULL) ## Run the sweeps and long runs that make test leaves out (35
 	@$(TIER) full $(ARGS)
 
 # All of them run, whatever fails first: one look shows everything there is to mend.
-CHECKS := "ruff check packages ci bench" "mypy" "mypy --strict $(sort $(wildcard ci/*.py))" "python ci/check_layers.py" \
+CHECKS := "ruff check --no-cache packages ci bench" "mypy" "mypy --strict $(sort $(wildcard ci/*.py))" "python ci/check_layers.py" \
   "python ci/check_ops.py" "python ci/check_bans.py" "python ci/check_size.py" "python ci/ptxas_budget.py"
 
 check: $(FULL) ## Lint, check types, import arrows, op files, bans, sizes, what kernels take of a V100

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
 from sm70kernels.emulator import emulate
 
 from .operands import bits_of, operands
