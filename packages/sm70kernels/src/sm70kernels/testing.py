@@ -157,7 +157,6 @@ def conforms(
                 compare(dtype, backend, large, op.sizes(shape), 1)
 
     parametrized: Callable[..., None] = pytest.mark.parametrize(("dtype", "backend"), cases(op, dtypes))(matches_naive)
-    parametrized.also = also  # type: ignore[attr-defined]
     return parametrized
 
 

@@ -4,12 +4,13 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sm70kernels import build, hyper_inject, inputs, kv_store, linear_skinny, lm_head_top1, rms_norm, roofline
+from sm70kernels import build, driver, hyper_inject, inputs, kv_store, linear_skinny, lm_head_top1, rms_norm, roofline
 from sm70kernels.__main__ import main
 from sm70kernels.bench import Cases, NoCases, arguments, cases, collect, machine, overhead, read_only, report, run, timing
 from sm70kernels.bench.timing import BUFFER, NotCold, Stopwatch
@@ -313,15 +314,17 @@ def test_ways_to_launch_take_turns() -> None:
     assert all(0 < each < 1000 for each in found)
 
 
-def test_the_bare_call_passes_what_the_function_passes() -> None:
+def test_the_bare_call_passes_what_the_function_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
-    function = Function("kernel", 7, ("Q", "I"), lambda: 99)
 
     def launch(*passed: Any) -> tuple[Any]:
         seen.append(passed)
-        return (function._success,)
+        return ("success",)
 
-    function._launch = launch
+    # cuda.bindings is there only where a GPU is.
+    bindings = SimpleNamespace(cuLaunchKernel=launch, CUresult=SimpleNamespace(CUDA_SUCCESS="success"))
+    monkeypatch.setattr(driver, "_driver", lambda: bindings)
+    function = Function("kernel", 7, ("Q", "I"), lambda: 99)
     called = ((3, 2), 64, (None, 5), 0)
     with overhead.observed() as observed:
         function(*called)
