@@ -45,7 +45,8 @@ class Machine:
         self.shape = Shape(launch.threads, blocks, first)
         self.everyone = Group(self.shape, None)
         self.rank = self.program.rank.__getitem__
-        self.R: list[Array] = [np.zeros(1, kind) for kind in self.program.kinds]
+        # A register nobody wrote holds anything on a GPU; here every bit is set, which is NaN or an address that is nowhere.
+        self.R: list[Array] = [np.frombuffer(b"\xff" * np.dtype(kind).itemsize, kind).copy() for kind in self.program.kinds]
         self._special_registers()
         self.live = self.shape.existing.copy()
         self.access = Access(self)

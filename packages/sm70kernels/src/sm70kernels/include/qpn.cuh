@@ -104,7 +104,7 @@ __device__ __forceinline__ void multiply_tile(
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) x[r] += kDepth * 4;
     }
-    scale();
+    if (begin < end) scale();  // a warp without a step has no scale, and 0 times what its registers hold may be NaN
 }
 
 // Writes a warp's sums to its piece of shared memory, which the warp has stopped reading x from; kRowBlocks tiles of 8 x 32 floats.

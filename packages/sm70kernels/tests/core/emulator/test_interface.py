@@ -168,3 +168,11 @@ def test_without_checks_results_are_the_same() -> None:
     x, y = np.arange(1000, dtype=np.int32), np.zeros(1000, np.int32)
     emulate(COPY, "copy_words", 8, 128, x, y, 1000, check=False)
     assert np.array_equal(x, y)
+
+
+def test_a_register_that_nobody_wrote_is_neither_zero_nor_a_number() -> None:
+    ptx = entry("u64 out", "ld.param.u64 %l0, [out]; st.global.b32 [%l0], %r1; st.global.f32 [%l0+4], %f1; st.global.b64 [%l0+8], %l1;")
+    out = np.zeros(4, np.uint32)
+    emulate(ptx, "probe", 1, 1, out)
+    assert out.tolist() == [0xFFFFFFFF] * 4
+    assert np.isnan(out.view(np.float32)).all()
