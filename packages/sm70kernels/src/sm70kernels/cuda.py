@@ -117,7 +117,7 @@ class Kernel:
         first = next(argument for argument in arguments if type(argument) is Tensor)
         if first.is_cuda:
             if (grid if type(grid) is int else 0 not in grid):  # type: ignore[operator]
-                self.function(defines, first.device.index)(grid, block, arguments, shared)
+                self.function(defines, first.device.index).launch(grid, block, arguments, shared)
         elif first.is_meta:
             self._collect(defines, grid, block, shared)
         else:

@@ -9,12 +9,15 @@ import re
 import struct
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sm70kernels.nvrtc import Image
+
+if TYPE_CHECKING:
+    from sm70kernels.cuda import Shape
 
 STATIC_SHARED = 48 << 10
 """Bytes of shared memory a block may use without the function opting in."""
@@ -28,7 +31,8 @@ class LaunchError(RuntimeError):
 
 
 @cache
-def _driver() -> Any:
+def bindings() -> Any:
+    """Return cuda.bindings.driver. Raises LaunchError where it is not installed."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -38,7 +42,7 @@ def _driver() -> Any:
 
 def _check(place: str, answer: tuple[Any, ...]) -> Any:
     status, *values = answer
-    if status != _driver().CUresult.CUDA_SUCCESS:
+    if status != bindings().CUresult.CUDA_SUCCESS:
         raise LaunchError(f"{place}: {status.name}")
     return values[0] if values else None
 
@@ -56,7 +60,7 @@ def parameters(ptx: str, entry: str) -> tuple[str, ...]:
 
 def load(image: Image, entry: str, device: int) -> "Function":
     """Load an image onto a device and return its function. Raises LaunchError."""
-    driver, place = _driver(), f"{entry} on cuda:{device}"
+    driver, place = bindings(), f"{entry} on cuda:{device}"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 7:
         raise LaunchError(f"{place}: kernels need compute capability 7.0 or newer, this device has {major}.{minor}")
@@ -65,64 +69,87 @@ def load(image: Image, entry: str, device: int) -> "Function":
         torch.cuda.current_stream()  # makes torch's primary context current
         module = _check(place, driver.cuModuleLoadData(code))
         function = _check(place, driver.cuModuleGetFunction(module, entry.encode()))
-    return Function(place, function, parameters(image.ptx, entry), _current_stream(device))
+    return Function(place, function, parameters(image.ptx, entry), device)
 
 
-def _current_stream(device: int) -> Callable[[], int]:
-    """Return what gives the handle of torch's current stream: torch's private way takes a tenth of a microsecond, the public one eight."""
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw is None:
-        return lambda: int(torch.cuda.current_stream(device).cuda_stream)
-    return lambda: int(raw(device))
+def _public_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+CURRENT_STREAM: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+"""The handle of torch's current stream of a device: torch's private way takes a tenth of a microsecond, the public one eight."""
+
+
+class Buffer:
+    """Room for the arguments of one launch, and the address of the array of pointers to each that the driver reads."""
+
+    __slots__ = ("_array", "pointers", "room")
+
+    def __init__(self, formats: tuple[str, ...]) -> None:
+        self.room = (ctypes.c_char * max(_packing(formats).size, 1))()
+        base, offsets = ctypes.addressof(self.room), _offsets(formats)
+        self._array = (ctypes.c_void_p * max(len(offsets), 1))(*(base + offset for offset in offsets))
+        self.pointers = ctypes.addressof(self._array)
 
 
 class Function:
-    """A loaded function. Calling it packs the arguments and launches; nothing is allocated, synchronised or kept."""
+    """A loaded function. `launch(grid, block, arguments, shared=0)` packs the arguments and launches on torch's current stream.
 
-    def __init__(self, place: str, handle: Any, formats: tuple[str, ...], stream: Callable[[], int]) -> None:
+    Nothing is allocated, synchronised or kept. launch raises LaunchError; a fault of the kernel itself shows at the next synchronisation.
+    """
+
+    def __init__(
+        self, place: str, handle: Any, formats: tuple[str, ...], device: int, stream: Callable[[int], int] = CURRENT_STREAM
+    ) -> None:
         self.place = place
-        self._handle = handle
-        self._stream = stream
-        self._launch = _driver().cuLaunchKernel
-        self._success = _driver().CUresult.CUDA_SUCCESS
-        self._formats = formats
-        self._pack = struct.Struct("<" + "".join(_padded(formats))).pack_into
-        self._buffers = [self._buffer()]
+        self.handle = handle
+        self.device = device
+        self.stream = stream
+        self.buffers = [Buffer(formats)]
         self._shared = STATIC_SHARED
+        self.launch = self._launcher(formats)
 
-    def _buffer(self) -> tuple[Any, Any, int]:
-        """Room for the arguments of one launch, and the array of pointers to each that the driver reads."""
-        size = struct.calcsize("<" + "".join(_padded(self._formats)))
-        room = (ctypes.c_char * max(size, 1))()
-        base, offsets = ctypes.addressof(room), _offsets(self._formats)
-        pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(base + offset for offset in offsets))
-        return room, pointers, ctypes.addressof(pointers)
+    def _launcher(self, formats: tuple[str, ...]) -> Callable[..., None]:
+        """Return launch as a closure: half of what it costs beside the driver's call would be looking things up in self."""
+        handle, place, device, stream, buffers = self.handle, self.place, self.device, self.stream, self.buffers
+        launch_kernel, success = bindings().cuLaunchKernel, bindings().CUresult.CUDA_SUCCESS
+        pack = _packing(formats).pack_into
 
-    def __call__(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], arguments: tuple[Any, ...], shared: int = 0) -> None:
-        """Launch on torch's current stream. Raises LaunchError; a fault of the kernel itself shows at the next synchronisation."""
-        if shared > self._shared:
-            self._opt_in(shared)
-        # Taken from the list, because the driver's call lets other threads run while it reads the buffer.
-        buffer = self._buffers.pop() if self._buffers else self._buffer()
-        room, _, pointers = buffer
-        try:
-            values = [a.data_ptr() if type(a) is Tensor else 0 if a is None else a for a in arguments]
-            self._pack(room, 0, *values)
-            gx, gy, gz = (grid, 1, 1) if type(grid) is int else (*grid, 1, 1)[:3]  # type: ignore[misc]
-            bx, by, bz = (block, 1, 1) if type(block) is int else (*block, 1, 1)[:3]  # type: ignore[misc]
-            (status,) = self._launch(self._handle, gx, gy, gz, bx, by, bz, shared, self._stream(), pointers, 0)
-        except struct.error as error:
-            raise LaunchError(f"{self.place}: {len(arguments)} arguments for {len(self._formats)} parameters: {error}") from error
-        finally:
-            self._buffers.append(buffer)
-        if status != self._success:
-            raise LaunchError(f"{self.place}: grid {grid}, block {block}, {shared} bytes of shared memory: {status.name}")
+        def launch(grid: "Shape", block: "Shape", arguments: tuple[Any, ...], shared: int = 0) -> None:
+            if shared > self._shared:
+                self._opt_in(shared)
+            # Taken from the list, because the driver's call lets other threads run while it reads the buffer.
+            buffer = buffers.pop() if buffers else Buffer(formats)
+            try:
+                pack(buffer.room, 0, *[a.data_ptr() if type(a) is Tensor else 0 if a is None else a for a in arguments])
+                if type(grid) is int and type(block) is int:
+                    answer = launch_kernel(handle, grid, 1, 1, block, 1, 1, shared, stream(device), buffer.pointers, 0)
+                else:
+                    answer = launch_kernel(handle, *three(grid), *three(block), shared, stream(device), buffer.pointers, 0)
+            except struct.error as error:
+                raise LaunchError(f"{place}: {len(arguments)} arguments for {len(formats)} parameters: {error}") from error
+            finally:
+                buffers.append(buffer)
+            if answer[0] is not success:
+                raise LaunchError(f"{place}: grid {grid}, block {block}, {shared} bytes of shared memory: {answer[0].name}")
+
+        return launch
 
     def _opt_in(self, shared: int) -> None:
         """Allow more dynamic shared memory than the default, up to the device's limit."""
-        attribute = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(f"{self.place}: {shared} bytes of shared memory", _driver().cuFuncSetAttribute(self._handle, attribute, shared))
+        attribute = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(f"{self.place}: {shared} bytes of shared memory", bindings().cuFuncSetAttribute(self.handle, attribute, shared))
         self._shared = shared
+
+
+def three(size: "Shape") -> tuple[int, ...]:
+    """A grid or block as the driver wants it."""
+    return (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
+
+
+def _packing(formats: tuple[str, ...]) -> struct.Struct:
+    """How a launch's arguments are laid out in its buffer."""
+    return struct.Struct("<" + "".join(_padded(formats)))
 
 
 def _offsets(formats: tuple[str, ...]) -> list[int]:

@@ -14,7 +14,7 @@ from sm70kernels import build, driver, hyper_inject, inputs, kv_store, linear_sk
 from sm70kernels.__main__ import main
 from sm70kernels.bench import Cases, NoCases, arguments, cases, collect, machine, overhead, read_only, report, run, timing
 from sm70kernels.bench.timing import BUFFER, NotCold, Stopwatch
-from sm70kernels.cuda import emulated
+from sm70kernels.cuda import Kernel, emulated
 from sm70kernels.driver import Function
 from sm70kernels.emulator import emulate
 
@@ -322,15 +322,17 @@ def test_the_bare_call_passes_what_the_function_passes(monkeypatch: pytest.Monke
         return ("success",)
 
     # cuda.bindings is there only where a GPU is.
+    monkeypatch.setattr(driver, "bindings", lambda: bindings)
+    monkeypatch.setattr(overhead, "bindings", lambda: bindings)
     bindings = SimpleNamespace(cuLaunchKernel=launch, CUresult=SimpleNamespace(CUDA_SUCCESS="success"))
-    monkeypatch.setattr(driver, "_driver", lambda: bindings)
-    function = Function("kernel", 7, ("Q", "I"), lambda: 99)
+    function = Function("kernel", 7, ("Q", "I"), 3, lambda device: 96 + device)
+    monkeypatch.setattr(Kernel, "function", lambda kernel, defines, device: function)
     called = ((3, 2), 64, (None, 5), 0)
     with overhead.observed() as observed:
-        function(*called)
+        Kernel("rms_norm").function({}, 3).launch(*called)
     assert observed == [(function, called)]
     overhead.bare(function, called)()
-    assert seen[0] == seen[2] == (7, 3, 2, 1, 64, 1, 1, 0, 99, function._buffers[-1][2], 0)
+    assert seen[0] == seen[2] == (7, 3, 2, 1, 64, 1, 1, 0, 99, function.buffers[-1].pointers, 0)
     assert overhead.Overhead("op", 4.0, 5.0, 6.0).checked_ratio == 1.5
     assert overhead.Overhead("op", 4.0, 5.0, 6.0).function_ratio == 1.25
 

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from sm70kernels.bench import arguments
-from sm70kernels.driver import Function
+from sm70kernels.cuda import Kernel
+from sm70kernels.driver import Function, bindings, three
 from sm70kernels.op import Op
 
 TARGET = 1.2
@@ -42,19 +44,24 @@ class Overhead:
 
 @contextmanager
 def observed() -> Iterator[list[tuple[Function, tuple[Any, ...]]]]:
-    """Record, in the list it yields, which functions are called with which arguments; they launch as always."""
+    """Record, in the list it yields, which functions are launched with which arguments; they launch as always."""
     seen: list[tuple[Function, tuple[Any, ...]]] = []
-    original = Function.__call__
+    original = Kernel.function
 
-    def spy(function: Function, *called: Any) -> None:
-        seen.append((function, called))
-        original(function, *called)
+    def spied(kernel: Kernel, *wanted: Any) -> Any:
+        function = original(kernel, *wanted)
 
-    Function.__call__ = spy  # type: ignore[method-assign,assignment]
+        def launch(*called: Any) -> None:
+            seen.append((function, called))
+            function.launch(*called)
+
+        return SimpleNamespace(launch=launch)
+
+    Kernel.function = spied  # type: ignore[method-assign, assignment]
     try:
         yield seen
     finally:
-        Function.__call__ = original  # type: ignore[method-assign]
+        Kernel.function = original  # type: ignore[method-assign]
 
 
 def measure(op: Op[Any], dims: dict[str, int], given: dict[str, Any] | None = None) -> Overhead:
@@ -63,20 +70,17 @@ def measure(op: Op[Any], dims: dict[str, int], given: dict[str, Any] | None = No
     with observed() as seen:
         op(**values)
     ((function, called),) = seen
-    return Overhead(op.name, *turns([bare(function, called), lambda: function(*called), lambda: op(**values)], torch.cuda.synchronize))
+    ways = [bare(function, called), lambda: function.launch(*called), lambda: op(**values)]
+    return Overhead(op.name, *turns(ways, torch.cuda.synchronize))
 
 
 def bare(function: Function, called: tuple[Any, ...]) -> Callable[[], Any]:
-    """Return the driver's call that a function's call comes to, with everything it needs made beforehand.
-
-    It reaches into the function for its handle and for the packed arguments that a call leaves there.
-    """
-    grid, block, _, shared = called
-    function(*called)
-    pointers, stream = function._buffers[-1][2], function._stream()
-    sizes = [(*((size,) if isinstance(size, int) else size), 1, 1)[:3] for size in (grid, block)]
-    launch, everything = function._launch, (function._handle, *sizes[0], *sizes[1], shared, stream, pointers, 0)
-    return lambda: launch(*everything)
+    """Return the driver's call that a launch comes to, with everything it needs made beforehand: a launch leaves its packed arguments."""
+    function.launch(*called)
+    grid, block, _, shared = (*called, 0)[:4]
+    everything = (function.handle, *three(grid), *three(block), shared, function.stream(function.device), function.buffers[-1].pointers, 0)
+    launch_kernel = bindings().cuLaunchKernel
+    return lambda: launch_kernel(*everything)
 
 
 def turns(ways: list[Callable[[], Any]], drain: Callable[[], None], launches: int = LAUNCHES, count: int = TURNS) -> list[float]:

@@ -76,7 +76,7 @@ class Cuda:
         """Launch the read-only kernel on so many bytes of the buffer."""
         count = size // 16
         part = self.buffer[start : start + size]
-        self.reader(read_only.grid(count, self._multiprocessors), read_only.THREADS, (part, count, 1, self._found))
+        self.reader.launch(read_only.grid(count, self._multiprocessors), read_only.THREADS, (part, count, 1, self._found))
 
     def capture(self, work: Callable[[], object]) -> Replay:
         """Capture what `work` launches as one graph."""
