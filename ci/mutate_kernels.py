@@ -3,10 +3,11 @@
     python ci/mutate_kernels.py [--count 500] [--seed 1] [--of NAME ...] [--write]
 
 Mutated is what the emulator is given: the images that an op's own tests launch, and the kernels Triton compiled, whose style is not ours.
-Mutants are spread evenly over the test files and over the images each launches often. A mutant is killed when a test that launches its
-image fails; only those are run, the quickest first. Survivors are compared with ci/mutants.json, where each stands with the reason
-why it changes nothing that anyone may rely on; --write adds the new ones there with an empty reason, to be filled in by hand. A
-survivor is known there by file, line and instruction without the numbers of its registers.
+Mutants are spread evenly over the test files and over the images that do most of each file's work: in the smallest ones, with a row of one
+warp or a sum of one step, much of a kernel is idle. A mutant is killed when a test that launches its image fails; only those are run, the
+quickest first. Survivors are compared with ci/mutants.json, where each stands with the reason why it changes nothing that anyone may rely
+on; --write adds the new ones there with an empty reason, to be filled in by hand. A survivor is known there by file, line and instruction
+without the numbers of its registers.
 
 Exit status 1 when an unmutated kernel fails a test, a survivor is not listed or listed without a reason, or fewer than 95% of the
 mutants that are not equivalent by such a reason were killed.
@@ -29,7 +30,7 @@ import hypothesis
 import pytest
 
 import sm70kernels
-from sm70kernels.emulator import EmulatorError, UnknownInstruction, launch
+from sm70kernels.emulator import Counters, EmulatorError, UnknownInstruction, launch
 from sm70kernels.emulator.program import program_of
 from sm70kernels.mutation import Mutant, mutants
 
@@ -37,8 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "packages/sm70kernels/tests"
 LISTED = ROOT / "ci/mutants.json"
 NEEDED = 0.95
-OFTEN = 5
-"""Launches of an image from which on its mutants count; a file that launches none so often gives its most used one."""
+SHARE = 0.8
+"""Of a file's thread-instructions, what the images whose mutants are tried must come to."""
 
 Key = tuple[str, str]
 """PTX text and entry: what the emulator translates."""
@@ -49,16 +50,23 @@ class Watch:
 
     def __init__(self) -> None:
         self.changed: dict[Key, str] = {}
-        self.launches: dict[str, Counter[Key]] = {}
+        self.work: dict[str, Counter[Key]] = {}
         self.seconds: dict[str, float] = {}
         self.failure: BaseException | None = None
         self.chosen: set[str] | None = None
-        self._test = ""
+        self._test, self._key = "", ("", "")
+        self._run = launch.Launch.run
         launch.program_of = self._program  # type: ignore[attr-defined, assignment]
+        launch.Launch.run = lambda launched: self._counted(launched)  # type: ignore[method-assign, assignment]
 
     def _program(self, ptx: str, entry: str) -> Any:
-        self.launches.setdefault(self._test, Counter())[ptx, entry] += 1
-        return program_of(self.changed.get((ptx, entry), ptx), entry)
+        self._key = ptx, entry
+        return program_of(self.changed.get(self._key, ptx), entry)
+
+    def _counted(self, launched: launch.Launch) -> Counters:
+        counters = self._run(launched)
+        self.work.setdefault(self._test, Counter())[self._key] += counters.thread_instructions
+        return counters
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.chosen is not None:
@@ -99,23 +107,32 @@ def known_as(name: str, mutant: Mutant) -> str:
     return f"{name}: {mutant.line}: {' '.join(change.split())}"
 
 
+def busiest(work: dict[str, Counter[Key]]) -> list[Key]:
+    """Return the images that do most of the work, the busiest first."""
+    total = sum(work.values(), Counter[Key]())
+    left, found = SHARE * total.total(), list[Key]()
+    for key, done in total.most_common():
+        if left <= 0:
+            break
+        left -= done
+        found.append(key)
+    return found
+
+
 def tried(name: str, watch: Watch, count: int, seed: int) -> Iterator[tuple[Mutant, BaseException | None]]:
     """Yield `count` mutants of what a test file launches with what killed each, None for a survivor."""
     file = TESTS / ("core/emulator/test_triton.py" if name == "triton" else f"test_{name}.py")
-    watch.launches.clear()
+    watch.work.clear()
     if failure := watch.run(file):
         raise SystemExit(f"mutate_kernels: {file.name} fails without any mutant ({failure}); make it pass first")
-    seen = {test: counter for test, counter in watch.launches.items() if counter}
-    launches = sum(seen.values(), Counter[Key]())
-    often = [key for key, times in launches.items() if times >= OFTEN] or [launches.most_common(1)[0][0]]
-    made = [(key, mutant) for i, key in enumerate(often) for mutant in mutants(*key, 2 * count, seed + i)]
+    made = [(key, mutant) for i, key in enumerate(busiest(watch.work)) for mutant in mutants(*key, 2 * count, seed + i)]
     random.Random(seed).shuffle(made)
     left = count
     for key, mutant in made:
         if left == 0:
             return
         watch.changed = {key: mutant.ptx}
-        failure = watch.run(file, {test for test, counter in seen.items() if counter[key]})
+        failure = watch.run(file, {test for test, done in watch.work.items() if key in done})
         watch.changed = {}
         if isinstance(failure, UnknownInstruction):
             continue  # not PTX: another one takes its place
