@@ -5,25 +5,17 @@ Both take what the reference of moe_qpn takes, and `h`, the rounding to the acti
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .packed_codes import matrix
+from .packed_codes import weights as weights_of
 
 Rounding = Callable[[Tensor], Tensor]
 
 
 def silu(x: Tensor) -> Tensor:
     return torch.where(x == -math.inf, 0.0, x / (1 + (-x).exp()))
-
-
-@lru_cache(maxsize=64)
-def _unpacked(bank: bytes, format: str, n: int, k: int, phase: int) -> Tensor:
-    """The weights f64 [n, k] of a bank; the experts of a random layer repeat."""
-    return torch.from_numpy(matrix(np.frombuffer(bank, np.uint8), format, n, k, phase))
 
 
 def _expert(
@@ -41,8 +33,8 @@ def _expert(
     assert packed[0] is not None
     assert packed[1] is not None
     assert width is not None
-    both = _unpacked(packed[0][e].cpu().numpy().tobytes(), str(format), 2 * width, hidden, 0)
-    down = _unpacked(packed[1][e].cpu().numpy().tobytes(), str(format), hidden, width, phase or 0)
+    both = weights_of(packed[0][e], str(format), 2 * width, hidden, 0)
+    down = weights_of(packed[1][e], str(format), hidden, width, phase or 0)
     return torch.stack([both[2 * j + half] for half in (0, 1) for j in range(width)]), down
 
 
@@ -108,7 +100,7 @@ def large(
     for e in ids[valid].unique().tolist():
         both, down = _expert(e, x.shape[1], (w13, w2), (packed13, packed2), format, width, phase)
         m, slot = (ids == e).nonzero(as_tuple=True)
-        y[m, slot] = expert(x[m], both.to(x.device), down.to(x.device))
+        y[m, slot] = expert(x[m], both, down)
     out = h((torch.where(valid, weights, 0.0)[..., None] * y).sum(1))
     if shared13 is not None and shared2 is not None and shared_gate is not None:
         out += h(expert(x, shared13, shared2) / (1 + (-h(x @ shared_gate.T)).exp()))

@@ -5,10 +5,13 @@ product of code and scale is exact in float64.
 """
 
 import struct
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from .kv_codes import e4m3_value, single
 
@@ -92,3 +95,13 @@ def matrix(bank: NDArray[np.uint8], format: str, n: int, k: int, phase: int) -> 
     blocks, places = (phase + k + 127) // 128, np.array([_place(c) for c in range(32)])
     at_scale = (tile * blocks + (phase + column) // 128) * 32 + places[row % 32]
     return e4m3[code] * numbers("<f4", scales, tiles * blocks * 32)[at_scale].astype(np.float64)
+
+
+def weights(bank: Tensor, format: str, n: int, k: int, phase: int) -> Tensor:
+    """All weights f64 [n, k] of a bank, on its device. Those of recent banks are kept: a definition is evaluated several times."""
+    return _weights(bank.cpu().numpy().tobytes(), format, n, k, phase).to(bank.device)
+
+
+@lru_cache(maxsize=64)
+def _weights(bank: bytes, format: str, n: int, k: int, phase: int) -> Tensor:
+    return torch.from_numpy(matrix(np.frombuffer(bank, np.uint8), format, n, k, phase))

@@ -13,7 +13,7 @@ from sm70kernels.op import ContractError
 from sm70kernels.ops.qpn_linear import Config
 from sm70kernels.testing import conforms, poison, rounds_as_stated, rows_independent, same_bits
 
-from .packed_codes import matrix, weight
+from .packed_codes import weight, weights
 
 
 def naive(x: Tensor, format: str, n: int, phase: int, bank: Tensor) -> Tensor:
@@ -27,8 +27,7 @@ def naive(x: Tensor, format: str, n: int, phase: int, bank: Tensor) -> Tensor:
 
 
 def large(x: Tensor, format: str, n: int, phase: int, bank: Tensor) -> Tensor:
-    w = torch.from_numpy(matrix(bank.cpu().numpy(), format, n, x.shape[1], phase))
-    return x @ w.to(x.device).T
+    return x @ weights(bank, format, n, x.shape[1], phase).T
 
 
 test_matches_naive = conforms(qpn_linear, naive, large=large, examples=6)
@@ -44,9 +43,8 @@ def case(format: str, m: int, n: int = 72, k: int = 320, phase: int = 0, seed: i
 
 def within_the_bound(got: Tensor, arguments: dict[str, Any], splits: int) -> None:
     """Half a unit of the output's last place, and one of float32's for every truncated sum of four products on the way."""
-    x, w = arguments["x"].double(), torch.from_numpy(
-        matrix(arguments["bank"].numpy(), arguments["format"], arguments["n"], arguments["x"].shape[1], arguments["phase"])
-    )
+    x, (format, n, phase) = arguments["x"].double(), (arguments[name] for name in ("format", "n", "phase"))
+    w = weights(arguments["bank"], format, n, x.shape[1], phase)
     truth, magnitude = x @ w.T, x.abs() @ w.abs().T
     unit = torch.from_numpy(np.spacing(truth.abs().half().clamp(2.0**-14).numpy()).astype(np.float64))
     allowed = 0.5 * unit + (x.shape[1] / 4 + splits + 8) * 2.0**-23 * magnitude

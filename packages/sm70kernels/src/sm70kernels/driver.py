@@ -113,7 +113,7 @@ class Function:
         """Return launch as a closure: half of what it costs beside the driver's call would be looking things up in self."""
         handle, place, device, stream, buffers = self.handle, self.place, self.device, self.stream, self.buffers
         launch_kernel, success = bindings().cuLaunchKernel, bindings().CUresult.CUDA_SUCCESS
-        pack = _packing(formats).pack_into
+        write = _writer(formats)
 
         def launch(grid: "Shape", block: "Shape", arguments: tuple[Any, ...], shared: int = 0) -> None:
             if shared > self._shared:
@@ -121,12 +121,12 @@ class Function:
             # Taken from the list, because the driver's call lets other threads run while it reads the buffer.
             buffer = buffers.pop() if buffers else Buffer(formats)
             try:
-                pack(buffer.room, 0, *[a.data_ptr() if type(a) is Tensor else 0 if a is None else a for a in arguments])
+                write(buffer.room, *arguments)
                 if type(grid) is int and type(block) is int:
                     answer = launch_kernel(handle, grid, 1, 1, block, 1, 1, shared, stream(device), buffer.pointers, 0)
                 else:
                     answer = launch_kernel(handle, *three(grid), *three(block), shared, stream(device), buffer.pointers, 0)
-            except struct.error as error:
+            except (struct.error, TypeError) as error:
                 raise LaunchError(f"{place}: {len(arguments)} arguments for {len(formats)} parameters: {error}") from error
             finally:
                 buffers.append(buffer)
@@ -145,6 +145,18 @@ class Function:
 def three(size: "Shape") -> tuple[int, ...]:
     """A grid or block as the driver wants it."""
     return (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
+
+
+def _writer(formats: tuple[str, ...]) -> Callable[..., None]:
+    """Return write(room, *arguments): a tensor is its address and None a null pointer.
+
+    Made for these formats as one expression: a loop over them would take as long as everything else that a launch does.
+    """
+    names = [f"a{i}" for i in range(len(formats))]
+    values = [f"{a}.data_ptr() if type({a}) is Tensor else {a} or 0" if kind == "Q" else a for a, kind in zip(names, formats, strict=True)]
+    scope = dict(pack=_packing(formats).pack_into, Tensor=Tensor)
+    write: Callable[..., None] = eval(f"lambda room, {', '.join(names)}: pack(room, 0, {', '.join(values)})", scope)
+    return write
 
 
 def _packing(formats: tuple[str, ...]) -> struct.Struct:

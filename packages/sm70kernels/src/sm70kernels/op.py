@@ -230,8 +230,10 @@ class Op(Generic[R]):
         return args, plan
 
     def _as_tensor(self, arg: Arg, value: Any) -> Any:
-        """Return another library's array as a tensor over the same memory; anything else unchanged."""
-        if isinstance(value, Tensor) or not hasattr(value, "__dlpack__"):
+        """Return another library's array, or a parameter, as a tensor over the same memory; anything else unchanged."""
+        if isinstance(value, Tensor):  # of its subclasses the driver takes no address
+            return value if type(value) is Tensor or value.requires_grad else value.as_subclass(Tensor)
+        if not hasattr(value, "__dlpack__"):
             return value
         try:
             return from_dlpack(value)

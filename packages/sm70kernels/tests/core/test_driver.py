@@ -77,14 +77,14 @@ def test_launches_go_to_the_current_stream() -> None:
 def test_a_refused_launch_names_the_kernel_and_what_was_asked() -> None:
     function = driver.load(compile_source(SOURCE), "add_one", 0)
     x = torch.zeros(32, device="cuda")
-    function(1, 32, (x,))
+    function.launch(1, 32, (x,))
     assert x.sum().item() == 32
     with pytest.raises(LaunchError, match=r"add_one on cuda:0: 2 arguments for 1 parameters"):
-        function(1, 32, (x, 3))
+        function.launch(1, 32, (x, 3))
     with pytest.raises(LaunchError, match=r"add_one on cuda:0: grid 1, block 2048, 0 bytes of shared memory: CUDA_ERROR_INVALID_VALUE"):
-        function(1, 2048, (x,))
+        function.launch(1, 2048, (x,))
     with pytest.raises(LaunchError, match=r"add_one on cuda:0: 1000000 bytes of shared memory: CUDA_ERROR_INVALID_VALUE"):
-        function(1, 32, (x,), 1_000_000)
+        function.launch(1, 32, (x,), 1_000_000)
 
 
 @pytest.mark.gpu

@@ -62,7 +62,7 @@ def _launched(image: Image, tensors: tuple[Tensor, ...]) -> None:
     from sm70kernels.driver import load
 
     on_device = tuple(tensor.cuda() for tensor in tensors)
-    load(image, "products", 0)(1, 32, on_device)
+    load(image, "products", 0).launch(1, 32, on_device)
     for tensor, result in zip(tensors, on_device, strict=True):
         tensor.copy_(result)
 
